@@ -1,0 +1,163 @@
+"""`python -m benchmarks attention [--quick] [--filter REGEX] [--pairs N] [--threads N] [--json FILE] ...`"""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from . import attention, machine, memory, report
+from .figures import Spread
+from .roof import Roof, roofs
+from .runner import BASELINE, ROOF, CaseResult, paired, summarize
+
+PAIRS, QUICK_PAIRS = 15, 5
+ROOF_TRIALS = 15
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Paired benchmark against PyTorch."
+    )
+    parser.add_argument("operator", choices=["attention"])
+    parser.add_argument("--quick", action="store_true", help=f"a subset of the cases, {QUICK_PAIRS} rounds")
+    parser.add_argument("--filter", default="", metavar="REGEX", help="only cases whose name matches")
+    parser.add_argument("--pairs", type=int, metavar="N", help=f"rounds per case (default {PAIRS})")
+    parser.add_argument("--threads", type=int, metavar="N", default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--markdown", type=Path, metavar="FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="needs matplotlib")
+    options = parser.parse_args(arguments)
+    if options.pairs is None:
+        options.pairs = QUICK_PAIRS if options.quick else PAIRS
+    if options.pairs < 1 or options.threads < 1:
+        parser.error("--pairs and --threads must be at least 1")
+    return options
+
+
+def select(options: argparse.Namespace) -> list[attention.Case]:
+    pattern = re.compile(options.filter)
+    return [
+        case
+        for case in attention.CASES
+        if pattern.search(case.name) and (case.quick or not options.quick or options.filter)
+    ]
+
+
+def measure_memory(case: attention.MemoryCase, threads: int) -> CaseResult:
+    result = CaseResult(case.name, case.tags)
+    for contestant in (BASELINE, "auto"):
+        try:
+            result.memory[contestant] = memory.measure_apart(contestant, case, threads)
+        except RuntimeError as error:
+            result.failures[contestant] = str(error)
+    return result
+
+
+def measure_time(
+    case: attention.AttentionCase | attention.ModuleCase, pairs: int, roof: Roof | None, absent: set[str]
+) -> CaseResult:
+    """Time the contestants that give torch's result; the others are failures, each with its reason."""
+    result = CaseResult(case.name, case.tags, None if roof is None else case.roof, case.flops, case.work)
+    contestants = {name: call for name, call in case.contestants().items() if name not in absent}
+    expected = contestants[BASELINE]()
+    for name in [name for name in contestants if name != BASELINE]:
+        try:
+            difference = attention.disagreement(contestants[name](), expected)
+        except (NotImplementedError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()
+            result.failures[name] = reason[0] if reason else type(error).__name__
+        else:
+            if not difference <= attention.AGREEMENT[case.dtype]:
+                result.failures[name] = f"differs from torch by {difference:.1e} (relative RMS)"
+        if name in result.failures:
+            del contestants[name]
+    if roof is not None:
+        contestants[ROOF] = roof.call
+    return summarize(result, paired(contestants, pairs), None if roof is None else roof.work)
+
+
+def fastattn_isa() -> str | None:
+    """The instruction set that the native library chose; None where the build left out the introspection."""
+    try:
+        from fastattn import _introspection
+    except ImportError:
+        return None
+    return _introspection.isa()
+
+
+def main(arguments: Sequence[str]) -> int:
+    import fastattn._native
+
+    options = parse(arguments)
+    torch.set_num_threads(options.threads)
+    cases = select(options)
+    if not cases:
+        print(f"no case matches {options.filter!r}", file=sys.stderr)
+        return 2
+
+    header = {
+        "operator": options.operator,
+        "command": " ".join(["python -m benchmarks", *arguments]),
+        "threads": options.threads,
+        "pairs": options.pairs,
+        "hardware": machine.hardware(),
+        "versions": machine.versions(),
+        "environment": machine.environment(),
+        "fastattn_isa": fastattn_isa() if fastattn._native.missing() is None else None,
+        "peers": machine.peers(),
+    }
+    hardware = header["hardware"]
+    print(
+        f"{hardware['cpu']}, {hardware['cores']} cores, {options.threads} threads, torch {torch.__version__}"
+    )
+    print(f"ISA: torch {hardware['torch_isa']}, fastattn {header['fastattn_isa'] or 'no native library'}")
+    print("environment:", header["environment"] or "default")
+    if header["environment"].get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
+        print("note: OpenMP threads spin while they wait; beside other work set OMP_WAIT_POLICY=PASSIVE")
+    for peer in header["peers"]:
+        print(f"peer {peer['peer']} {peer['version'] or ''}: {peer['status']}")
+
+    missing = fastattn._native.missing()
+    if missing is not None:
+        print(f"contestant cpu: absent, {missing}")
+    absent = set() if missing is None else {"cpu"}
+
+    available = roofs()
+    rates = {}
+    for kind, roof in available.items():
+        seconds = paired({ROOF: roof.call}, ROOF_TRIALS)[ROOF]
+        rate = Spread.of([roof.work / second / 1e9 for second in seconds])
+        rates[kind] = {"rate": rate.median, "q80": rate.q80, "unit": roof.unit, "source": roof.source}
+        print(f"roof {kind}: {rate.median:.0f} {roof.unit} (80% quantile {rate.q80:.0f}), {roof.source}")
+
+    results = []
+    for case in cases:
+        if isinstance(case, attention.MemoryCase):
+            result = measure_memory(case, options.threads)
+        else:
+            result = measure_time(case, options.pairs, available.get(case.roof), absent)
+        results.append(result)
+        print(report.line(result), flush=True)
+
+    bars = [report.judge(bar, results) for bar in attention.BARS]
+    print()
+    for bar in bars:
+        if bar.verdict != "not measured":
+            print(bar)
+
+    content = report.document(results, bars, header, rates)
+    if options.json:
+        report.write_json(options.json, content)
+    if options.markdown:
+        options.markdown.parent.mkdir(parents=True, exist_ok=True)
+        options.markdown.write_text(report.markdown(content, results, bars))
+    if options.plot:
+        report.plot(options.plot, results)
+    return 1 if any(result.failures for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

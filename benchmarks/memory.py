@@ -1,0 +1,94 @@
+"""Peak memory of one forward+backward, in a process of its own: `python -m benchmarks.memory '{...}'`.
+
+The growth is the peak of the resident set from before the inputs exist to after the gradients exist, so it
+holds inputs, output and gradients (which nobody can avoid) and whatever the contestant needs besides.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from .attention import DTYPES, MemoryCase
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def resident_bytes() -> int:
+    """Resident set now; where /proc is missing the peak so far, which is no less."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return peak_bytes()
+    return pages * resource.getpagesize()
+
+
+def reset_peak() -> None:
+    """Forget the peak of start-up (Linux); elsewhere a large enough case exceeds it anyway."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pass
+
+
+def peak_bytes() -> int:
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def measure(contestant: str, case: dict, threads: int) -> dict[str, float]:
+    import fastattn
+
+    torch.set_num_threads(threads)
+    dtype = DTYPES[case["dtype"]]
+
+    def step(length: int) -> int:
+        shape = (case["batch"], case["heads"], length, case["head_dim"])
+        query, key, value = (torch.randn(shape, dtype=dtype).requires_grad_() for _ in range(3))
+        grad = torch.randn(shape, dtype=dtype)
+        if contestant == "torch":
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=case["causal"])
+        else:
+            out = fastattn.scaled_dot_product_attention(
+                query, key, value, is_causal=case["causal"], impl=contestant
+            )
+        grads = torch.autograd.grad(out, (query, key, value), grad)
+        return sum(tensor.nbytes for tensor in (query, key, value, grad, out, *grads))
+
+    step(64)  # libraries, threads and their buffers exist before the count starts
+    before = resident_bytes()
+    reset_peak()
+    tensors = step(case["length"])
+    growth = peak_bytes() - before
+    return {
+        "growth_bytes": growth,
+        "tensor_bytes": tensors,
+        "growth_ratio": growth / tensors,
+        "workspace_bytes": growth - tensors,
+    }
+
+
+def measure_apart(contestant: str, case: MemoryCase, threads: int) -> dict[str, float]:
+    """`measure` in a fresh process."""
+    request = json.dumps({"contestant": contestant, "case": asdict(case), "threads": threads})
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.memory", request], cwd=ROOT, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    return json.loads(done.stdout)
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(**json.loads(sys.argv[1]))))

@@ -1,0 +1,67 @@
+"""The machine's roofs, measured in the same run and on the same threads as the cases.
+
+"fp32" and "bf16" are register-only multiply-add loops of the native library (csrc/cpu/roof.cpp), "bf16_tile"
+the same for matrix tiles where the processor has them. Without the native library, or the instruction, a
+1024^3 torch.matmul stands in, which is another roof. "copy" is a copy between two buffers larger than the
+private caches, read + write.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .runner import SAMPLE_SECONDS, calibrate
+
+KINDS = ("fp32", "bf16", "bf16_tile", "copy")
+COPY_BYTES = 128 << 20
+MATMUL_SIZE = 1024
+# One call has to be long beside the start of the threads.
+CALL_SECONDS = 4e-3
+
+
+@dataclass(frozen=True)
+class Roof:
+    kind: str
+    source: str
+    work: float  # operations, or bytes for "copy", of one call
+    call: Callable[[], object]
+
+    @property
+    def unit(self) -> str:
+        return "GB/s" if self.kind == "copy" else "GFLOP/s"
+
+
+def _native(kind: str) -> Roof | None:
+    """None where the library or the instruction is missing: the op then says that it did no operations."""
+    import fastattn._native
+
+    if fastattn._native.missing() is not None:
+        return None
+    op = torch.ops.fastattn.roof.default
+    iterations = 1000
+    if op(kind, iterations) == 0:
+        return None
+    calls = calibrate(lambda: op(kind, iterations))
+    iterations = max(iterations, int(iterations * calls * CALL_SECONDS / SAMPLE_SECONDS))
+    return Roof(kind, "register multiply-add loop", op(kind, iterations), lambda: op(kind, iterations))
+
+
+def _matmul(kind: str) -> Roof | None:
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(kind)
+    if dtype is None:
+        return None
+    a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE).to(dtype) for _ in range(2))
+    return Roof(kind, f"torch.matmul {MATMUL_SIZE}", 2 * MATMUL_SIZE**3, lambda: a @ b)
+
+
+def _copy() -> Roof:
+    source = torch.ones(COPY_BYTES // 4)
+    target = torch.empty_like(source).fill_(0)
+    return Roof("copy", f"copy of {COPY_BYTES >> 20} MiB", 2 * COPY_BYTES, lambda: target.copy_(source))
+
+
+def roofs(kinds: tuple[str, ...] = KINDS) -> dict[str, Roof]:
+    """The roofs that this machine has."""
+    found = {kind: _copy() if kind == "copy" else _native(kind) or _matmul(kind) for kind in kinds}
+    return {kind: roof for kind, roof in found.items() if roof is not None}

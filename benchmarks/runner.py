@@ -1,0 +1,100 @@
+"""Paired measurement: the contestants of a case alternate in one process and are compared round by round.
+
+Clocks of shared machines are coarse and their speed drifts, so a single time says little. A sample repeats a
+contestant until it lasts `SAMPLE_SECONDS`; a round takes one sample of every contestant, and of the roof, in
+shuffled order; figures are medians of the ratios within rounds. Nothing is discarded.
+"""
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from .figures import Spread, ratios
+
+SAMPLE_SECONDS = 0.02
+BASELINE = "torch"
+
+
+def time_calls(function: Callable[[], object], calls: int) -> float:
+    """Seconds that `calls` calls take together."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    return time.perf_counter() - start
+
+
+def calibrate(function: Callable[[], object], seconds: float = SAMPLE_SECONDS) -> int:
+    """Calls that fill a sample. The trials also warm the caches, the allocator and the threads."""
+    function()
+    calls = 1
+    while (taken := time_calls(function, calls)) < seconds:
+        # A step of a coarse clock may read 0; never trust it for more than a tenfold step.
+        calls = max(calls + 1, int(calls * min(10.0, 1.2 * seconds / max(taken, 1e-9))))
+    return calls
+
+
+def paired(
+    contestants: Mapping[str, Callable[[], object]],
+    pairs: int,
+    seconds: float = SAMPLE_SECONDS,
+    seed: int = 0,
+) -> dict[str, list[float]]:
+    """Seconds per call of each contestant, one entry per round."""
+    calls = {name: calibrate(function, seconds) for name, function in contestants.items()}
+    order = list(contestants)
+    shuffle = random.Random(seed).shuffle
+    samples: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(pairs):
+        shuffle(order)
+        for name in order:
+            samples[name].append(time_calls(contestants[name], calls[name]) / calls[name])
+    return samples
+
+
+@dataclass
+class CaseResult:
+    """Figures of one case by contestant; `ratio` is the baseline's time over the contestant's."""
+
+    name: str
+    tags: tuple[str, ...]
+    roof: str | None = None
+    flops: int = 0
+    work: int = 0
+    seconds: dict[str, Spread] = field(default_factory=dict)
+    ratio: dict[str, Spread] = field(default_factory=dict)
+    roof_fraction: dict[str, Spread] = field(default_factory=dict)
+    memory: dict[str, dict[str, float]] = field(default_factory=dict)
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def rate(self, contestant: str) -> float:
+        """Giga-units of work per second: GFLOP/s, or GB/s where the roof is a bandwidth."""
+        return self.work / self.seconds[contestant].median / 1e9
+
+    def measure(self, kind: str, contestant: str) -> Spread | None:
+        """The figure that a bar of this kind looks at; None where the contestant did not finish."""
+        if kind == "memory":
+            found = self.memory.get(contestant)
+            return None if found is None else Spread.of([found["growth_ratio"]])
+        return {"ratio": self.ratio, "roof": self.roof_fraction}[kind].get(contestant)
+
+
+ROOF = "roof"
+
+
+def summarize(result: CaseResult, samples: dict[str, list[float]], roof_work: float | None) -> CaseResult:
+    """Fill in the figures from the samples; the roof is the contestant named `ROOF`."""
+    result.samples = samples
+    baseline = samples.get(BASELINE)
+    for name, seconds in samples.items():
+        if name == ROOF:
+            continue
+        result.seconds[name] = Spread.of(seconds)
+        if baseline is not None and name != BASELINE:
+            result.ratio[name] = Spread.of(ratios(baseline, seconds))
+        if roof_work is not None and result.work:
+            # (work / t) / (roof_work / t_roof), both of the same round
+            scale = result.work / roof_work
+            result.roof_fraction[name] = Spread.of([scale * r for r in ratios(samples[ROOF], seconds)])
+    return result

@@ -1,0 +1,29 @@
+"""The timed cases under pytest-benchmark: `pytest benchmarks -k grid --benchmark-group-by=group`.
+
+Times of different contestants are taken one after the other here; for ratios use the paired runner, which
+alternates them.
+"""
+
+import pytest
+
+import fastattn._native
+
+from .attention import CASES, MemoryCase
+
+TIMED = [case for case in CASES if not isinstance(case, MemoryCase)]
+
+
+def _contestants(case):
+    if case.family == "module" or fastattn._native.missing() is not None:
+        return ("torch", "auto")
+    return ("torch", "cpu", "auto")
+
+
+@pytest.mark.parametrize(
+    "case, contestant",
+    [pytest.param(case, name, id=f"{case.name}/{name}") for case in TIMED for name in _contestants(case)],
+)
+def test_attention(benchmark, case, contestant):
+    benchmark.group = case.name
+    benchmark.extra_info |= {"flops": case.flops, "work": case.work, "roof": case.roof}
+    benchmark(case.contestants()[contestant])
