@@ -1,0 +1,22 @@
+"""Fast attention for PyTorch: one function per operator, with the numbers of the plain formula."""
+
+import importlib
+
+from fastattn._explain import Explanation, explain
+from fastattn.ops.attention import scaled_dot_product_attention
+
+__all__ = ["Explanation", "explain", "nn", "replace_attention", "scaled_dot_product_attention"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    # Modules and conversion are loaded when first used, so that importing the operators stays light.
+    if name == "nn":
+        return importlib.import_module("fastattn.nn")
+    if name == "replace_attention":
+        return importlib.import_module("fastattn.integrations.convert").replace_attention
+    raise AttributeError(f"module 'fastattn' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,84 @@
+"""Which implementation computes a call, and why another one would not."""
+
+from typing import NamedTuple
+
+import torch
+
+from fastattn import _native
+
+__all__ = ["IMPLEMENTATIONS", "Request", "availability", "candidates", "choose"]
+
+IMPLEMENTATIONS = ("cpu", "triton", "cuda", "torch", "reference")
+
+# What "auto" tries, in this order, by device type; the last one runs everything.
+# - cpu: our kernel was faster than torch's at every size measured; where it is not built, torch's own CPU
+#   kernel is no substitute, because it hides NaNs and lets masked ones through (see `_torch_cannot`).
+# - elsewhere: torch's fused kernel where it computes the same function, plain PyTorch otherwise.
+AUTO = {"cpu": ("cpu", "reference")}
+AUTO_ELSEWHERE = ("torch", "reference")
+
+KERNEL_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Request(NamedTuple):
+    """What decides the choice: device, dtype, and the names of the options that are not at their default."""
+
+    device: str
+    dtype: torch.dtype
+    options: tuple[str, ...]
+
+
+def _cpu_cannot(request: Request) -> str | None:
+    if request.device != "cpu":
+        return f"its tensors must be on the CPU, these are on {request.device}"
+    if request.dtype not in KERNEL_DTYPES:
+        return f"it has no {request.dtype} kernel"
+    return _native.missing()
+
+
+def _torch_cannot(request: Request) -> str | None:
+    # torch masks by adding -inf, and NaN + -inf is NaN: what a mask hides would still reach the result. Empty
+    # rows, log-sum-exp of them and every option torch lacks also differ; only the dense, unmasked call is the
+    # same function.
+    if request.options:
+        return f"torch's kernels do not compute the same function with {', '.join(request.options)}"
+    return None
+
+
+def _absent(name: str):
+    return lambda request: f"this version has no {name} kernel of this operator"
+
+
+_CANNOT = {
+    "cpu": _cpu_cannot,
+    "triton": _absent("triton"),
+    "cuda": _absent("cuda"),
+    "torch": _torch_cannot,
+    "reference": lambda request: None,
+}
+
+
+def candidates(request: Request) -> dict[str, str | None]:
+    """For each implementation None if it can run the request, or the reason why not."""
+    return {name: _CANNOT[name](request) for name in IMPLEMENTATIONS}
+
+
+def availability() -> dict[str, str | None]:
+    """For each implementation None if it can run a plain call on the CPU, or the reason why not."""
+    return candidates(Request("cpu", torch.float32, ()))
+
+
+def choose(request: Request, impl: str) -> str:
+    """The implementation that runs: the first of AUTO that can, or exactly the one asked for."""
+    if impl == "auto":
+        for name in AUTO.get(request.device, AUTO_ELSEWHERE):
+            if _CANNOT[name](request) is None:
+                return name
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"impl must be 'auto' or one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}"
+        )
+    reason = _CANNOT[impl](request)
+    if reason is not None:
+        raise NotImplementedError(f"impl={impl!r} cannot run this call: {reason}")
+    return impl

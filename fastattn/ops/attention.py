@@ -1,0 +1,856 @@
+"""Softmax attention: registered ops, their derivatives, and the public functions over them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fastattn._choose import Request, candidates, choose
+from fastattn.reference import attention as reference
+
+__all__ = ["attention_with_weights", "scaled_dot_product_attention"]
+
+# Everything is four-dimensional here: query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv),
+# attn_mask with dimensions that are full or 1, key_padding_mask (B, S), alibi_slopes (H,) or (B, H), sinks
+# (H,). -1 is an unlimited window, causal is window_right = 0.
+
+_OPTIONS = "float scale, float softcap, int window_left, int window_right, bool lower_right, float dropout_p"
+_BIASES = "Tensor? attn_mask, Tensor? key_padding_mask, Tensor? alibi_slopes"
+
+_library = torch.library.Library("fastattn", "FRAGMENT")
+_library.define(
+    f"attention_forward(Tensor query, Tensor key, Tensor value, {_BIASES}, Tensor? sinks, "
+    f"Tensor? dropout_seed, {_OPTIONS}) -> (Tensor out, Tensor lse)"
+)
+_library.define(
+    "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+    f"Tensor out, Tensor lse, {_BIASES}, Tensor? sinks, Tensor? dropout_seed, {_OPTIONS}, "
+    "bool mask_grad, bool alibi_grad, bool sinks_grad) -> (Tensor grad_query, Tensor grad_key, "
+    "Tensor grad_value, Tensor grad_mask, Tensor grad_alibi, Tensor grad_sinks)"
+)
+_library.define(
+    f"attention_weights(Tensor query, Tensor key, Tensor lse, {_BIASES}, Tensor? dropout_seed, {_OPTIONS}, "
+    "bool average_heads) -> Tensor"
+)
+_forward_op = torch.ops.fastattn.attention_forward.default
+_backward_op = torch.ops.fastattn.attention_backward.default
+_weights_op = torch.ops.fastattn.attention_weights.default
+
+
+@torch.library.register_fake("fastattn::attention_forward", lib=_library)
+def _(query, key, value, *args):
+    (B, H, L, _), Dv = query.shape, value.shape[3]
+    # Heads beside channels in memory: joining them afterwards is then a view.
+    out = query.new_empty((B, L, H, Dv)).transpose(1, 2)
+    return out, query.new_empty((B, H, L), dtype=_lse_dtype(query))
+
+
+@torch.library.register_fake("fastattn::attention_backward", lib=_library)
+def _(
+    grad_out, grad_lse, query, key, value, out, lse, attn_mask, key_padding_mask, alibi_slopes, sinks, *args
+):
+    optional = zip((attn_mask, alibi_slopes, sinks), args[-3:], strict=True)
+    return (
+        *(torch.empty_like(t) for t in (query, key, value)),
+        *(t.new_empty(t.shape) if wanted else query.new_empty(0) for t, wanted in optional),
+    )
+
+
+@torch.library.register_fake("fastattn::attention_weights", lib=_library)
+def _(query, key, lse, *args):
+    (B, H, L, _), S = query.shape, key.shape[2]
+    return query.new_empty((B, L, S) if args[-1] else (B, H, L, S))
+
+
+def _lse_dtype(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
+def _watched() -> bool:
+    """Whether a tracer, transform, mode or profiler wants to see each op pass through the dispatcher."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
+def _call(op, query: Tensor, *args):
+    # Straight to the CPU kernel where nothing between could matter: a small call costs a third less.
+    if not _watched() and type(query) is Tensor and query.is_cpu:
+        return op.redispatch(_CPU, query, *args)
+    return op(query, *args)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks, dropout_seed,
+        scale, softcap, window_left, window_right, lower_right, dropout_p,
+    ):  # fmt: skip
+        return _call(
+            _forward_op, query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks, dropout_seed,
+            scale, softcap, window_left, window_right, lower_right, dropout_p,
+        )  # fmt: skip
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:3], *output, *inputs[3:8])
+        ctx.options = inputs[8:]
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        query, key, value, out, lse, *biases = ctx.saved_tensors
+        if grad_out is None and grad_lse is None:
+            return (None,) * 14
+        if grad_out is None:
+            grad_out = out.new_zeros(()).expand(out.shape)
+        wanted = (ctx.needs_input_grad[3], ctx.needs_input_grad[5], ctx.needs_input_grad[6])
+        args = (grad_out, grad_lse, query, key, value, out, lse, *biases, *ctx.options, *wanted)
+        # The Function is only needed where this result is differentiated or mapped in turn.
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            grads = _AttentionBackward.apply(*args)
+        else:
+            grads = _call(_backward_op, *args)
+        needs = ctx.needs_input_grad
+        grad_query, grad_key, grad_value = (
+            g if n else None for g, n in zip(grads[:3], needs[:3], strict=True)
+        )
+        grad_mask, grad_alibi, grad_sinks = (g if n else None for g, n in zip(grads[3:], wanted, strict=True))
+        return grad_query, grad_key, grad_value, grad_mask, None, grad_alibi, grad_sinks, *(None,) * 7
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        # Sinks have no batch dimension, and a dropout pattern depends on the position in the batch: one call
+        # each.
+        if in_dims[6] is not None or args[7] is not None:
+            return _map_each(_Attention, info, in_dims, args)
+        B = _logical_size(args[0], in_dims[0], 0)
+        fold = _Fold(info.batch_size, B)
+        query, key, value, padding = (fold.batched(args[n], in_dims[n]) for n in (0, 1, 2, 4))
+        attn_mask = fold.mask(args[3], in_dims[3])
+        alibi_slopes = fold.slopes(args[5], in_dims[5])
+        outputs = _Attention.apply(query, key, value, attn_mask, padding, alibi_slopes, *args[6:])
+        return tuple(fold.unfold(t) for t in outputs), (0, 0)
+
+
+class _AttentionBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        grad_out, grad_lse, query, key, value, out, lse, attn_mask, key_padding_mask, alibi_slopes, sinks,
+        dropout_seed, scale, softcap, window_left, window_right, lower_right, dropout_p,
+        mask_grad, alibi_grad, sinks_grad,
+    ):  # fmt: skip
+        return _call(
+            _backward_op, grad_out, grad_lse, query, key, value, out, lse, attn_mask, key_padding_mask,
+            alibi_slopes, sinks, dropout_seed, scale, softcap, window_left, window_right, lower_right,
+            dropout_p, mask_grad, alibi_grad, sinks_grad,
+        )  # fmt: skip
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:5], inputs[6], *inputs[7:12])
+        ctx.options = inputs[12:18]
+        ctx.wanted = inputs[18:]
+
+    @staticmethod
+    def backward(ctx, *grads):
+        """Second order: the derivative of the reference's derivative, as a function of the inputs alone.
+
+        out and lse are recomputed from the inputs, so they need no gradient of their own.
+        """
+        grad_out, grad_lse, query, key, value, lse, attn_mask, padding, alibi_slopes, sinks, seed = (
+            ctx.saved_tensors
+        )
+        optional = (attn_mask, alibi_slopes, sinks)
+        primals = (query, key, value, *(t for t, wanted in zip(optional, ctx.wanted, strict=True) if wanted))
+        cotangents = (*grads[:3], *(g for g, wanted in zip(grads[3:], ctx.wanted, strict=True) if wanted))
+
+        def attend(query, key, value, *rest):
+            rest = iter(rest)
+            mask, slopes, sink = (next(rest) if w else t for t, w in zip(optional, ctx.wanted, strict=True))
+            return reference.attention(query, key, value, mask, padding, slopes, sink, seed, *ctx.options)
+
+        def first_order(grad_out, grad_lse, *primals):
+            return torch.func.vjp(attend, *primals)[1]((grad_out, grad_lse))
+
+        no_grad_lse = grad_lse is None
+        if no_grad_lse:
+            grad_lse = torch.zeros_like(lse)
+        second = torch.func.vjp(first_order, grad_out, grad_lse, *primals)[1](cotangents)
+        rest = iter(second[5:])
+        grad_mask, grad_alibi, grad_sinks = (next(rest) if wanted else None for wanted in ctx.wanted)
+        return (
+            second[0], None if no_grad_lse else second[1], *second[2:5], None, None,
+            grad_mask, None, grad_alibi, grad_sinks, *(None,) * 10,
+        )  # fmt: skip
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        mask_grad, alibi_grad, sinks_grad = args[18:]
+        if in_dims[10] is not None or sinks_grad or args[11] is not None:
+            return _map_each(_AttentionBackward, info, in_dims, args)
+        attn_mask, alibi_slopes = args[7], args[9]
+        B = _logical_size(args[2], in_dims[2], 0)
+        fold = _Fold(info.batch_size, B)
+        batched = [fold.batched(args[n], in_dims[n]) for n in range(7)]
+        grads = _AttentionBackward.apply(
+            *batched,
+            fold.mask(attn_mask, in_dims[7], expand=mask_grad),
+            fold.batched(args[8], in_dims[8]),
+            fold.slopes(alibi_slopes, in_dims[9], expand=alibi_grad),
+            *args[10:],
+        )
+        outputs = [fold.unfold(g) for g in grads[:3]]
+        for grad, wanted, shared in (
+            (grads[3], mask_grad, mask_grad and _logical_size(attn_mask, in_dims[7], 0) == 1),
+            (grads[4], alibi_grad, alibi_grad and _logical_dim(alibi_slopes, in_dims[9]) == 1),
+        ):
+            if wanted:
+                grad = fold.unfold(grad)
+                if shared:
+                    grad = grad.sum(1, keepdim=grad.dim() > 3)
+            outputs.append(grad)
+        return (*outputs, grads[5]), (0, 0, 0, 0 if mask_grad else None, 0 if alibi_grad else None, None)
+
+
+class _AttentionWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        query, key, lse, attn_mask, key_padding_mask, alibi_slopes, dropout_seed,
+        scale, softcap, window_left, window_right, lower_right, dropout_p, average_heads,
+    ):  # fmt: skip
+        return _call(
+            _weights_op, query, key, lse, attn_mask, key_padding_mask, alibi_slopes, dropout_seed,
+            scale, softcap, window_left, window_right, lower_right, dropout_p, average_heads,
+        )  # fmt: skip
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:7])
+        ctx.options = inputs[7:]
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, lse, attn_mask, padding, alibi_slopes, seed = ctx.saved_tensors
+        mask_grad, alibi_grad = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
+
+        def weigh(query, key, lse, *rest):
+            rest = iter(rest)
+            mask = next(rest) if mask_grad else attn_mask
+            slopes = next(rest) if alibi_grad else alibi_slopes
+            return reference.attention_weights(query, key, lse, mask, padding, slopes, seed, *ctx.options)
+
+        rest = (attn_mask,) * mask_grad + (alibi_slopes,) * alibi_grad
+        grads = torch.func.vjp(weigh, query, key, lse, *rest)[1](grad)
+        rest = iter(grads[3:])
+        grad_mask = next(rest) if mask_grad else None
+        grad_alibi = next(rest) if alibi_grad else None
+        return *grads[:3], grad_mask, None, grad_alibi, *(None,) * 8
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        if args[6] is not None:
+            return _map_each(_AttentionWeights, info, in_dims, args)
+        fold = _Fold(info.batch_size, _logical_size(args[0], in_dims[0], 0))
+        query, key, lse, padding = (fold.batched(args[n], in_dims[n]) for n in (0, 1, 2, 4))
+        attn_mask, alibi_slopes = fold.mask(args[3], in_dims[3]), fold.slopes(args[5], in_dims[5])
+        weights = _AttentionWeights.apply(query, key, lse, attn_mask, padding, alibi_slopes, *args[6:])
+        return fold.unfold(weights), 0
+
+
+def _map_each(function, info, in_dims, args):
+    results = []
+    for n in range(info.batch_size):
+        element = (a if d is None else a.select(d, n) for a, d in zip(args, in_dims, strict=True))
+        results.append(function.apply(*element))
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    return tuple(torch.stack(r) for r in zip(*results, strict=True)), (0,) * len(results[0])
+
+
+def _logical_size(tensor: Tensor, mapped: int | None, dim: int) -> int:
+    return tensor.shape[dim] if mapped is None else tensor.movedim(mapped, 0).shape[dim + 1]
+
+
+def _logical_dim(tensor: Tensor, mapped: int | None) -> int:
+    return tensor.dim() - (mapped is not None)
+
+
+class _Fold(NamedTuple):
+    """Folds a mapped dimension of size N into the batch dimension of size B, in front of it."""
+
+    N: int
+    B: int
+
+    def batched(self, tensor: Tensor | None, mapped: int | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        tensor = tensor.expand(self.N, *tensor.shape) if mapped is None else tensor.movedim(mapped, 0)
+        return tensor.flatten(0, 1)
+
+    def mask(self, mask: Tensor | None, mapped: int | None, expand: bool = False) -> Tensor | None:
+        """A mask that is shared stays shared, unless each element wants its own gradient (``expand``)."""
+        if mask is None or (mapped is None and mask.shape[0] == 1 and not expand):
+            return mask
+        mask = mask.unsqueeze(0) if mapped is None else mask.movedim(mapped, 0)
+        return mask.expand(self.N, self.B, *mask.shape[2:]).flatten(0, 1)
+
+    def slopes(self, slopes: Tensor | None, mapped: int | None, expand: bool = False) -> Tensor | None:
+        if slopes is None or (mapped is None and slopes.dim() == 1 and not expand):
+            return slopes
+        slopes = slopes.unsqueeze(0) if mapped is None else slopes.movedim(mapped, 0)
+        slopes = slopes.unsqueeze(1) if slopes.dim() == 2 else slopes
+        return slopes.expand(self.N, self.B, slopes.shape[2]).flatten(0, 1)
+
+    def unfold(self, tensor: Tensor) -> Tensor:
+        return tensor.unflatten(0, (self.N, self.B))
+
+
+def _needs_function(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether autograd has to see the call: for a gradient, a transform, or a clear error in forward mode."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+    )
+
+
+def _register_autograd(name: str, op, function) -> None:
+    """Gives the bare op its derivative too: called directly, it must not lose a gradient silently."""
+
+    def kernel(*args):
+        if _needs_function([a for a in args if isinstance(a, Tensor)]):
+            return function.apply(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    _library.impl(name, kernel, "Autograd")
+
+
+_register_autograd("attention_forward", _forward_op, _Attention)
+_register_autograd("attention_backward", _backward_op, _AttentionBackward)
+_register_autograd("attention_weights", _weights_op, _AttentionWeights)
+
+
+class _Prepared(NamedTuple):
+    """A checked call: tensors in the four-dimensional form of the ops, and how to undo that form."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    key_padding_mask: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    options: tuple[float, float, int, int, bool, float]
+    batch: tuple[int, ...]
+    head_dims: (
+        int  # how many dimensions the caller's heads have: 1, 0 for (L, D), or -1 for one that was inserted
+    )
+    request: Request
+
+
+def _found(**tensors: Tensor | None) -> str:
+    return ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items() if t is not None)
+
+
+def _broadcast(what: str, shapes: Sequence[tuple[int, ...]], found: str) -> tuple[int, ...]:
+    result: list[int] = []
+    for shape in shapes:
+        result = [1] * (len(shape) - len(result)) + result
+        for n in range(1, len(shape) + 1):
+            if shape[-n] != 1:
+                if result[-n] != 1 and result[-n] != shape[-n]:
+                    raise RuntimeError(f"{what} do not broadcast: {found}")
+                result[-n] = shape[-n]
+    return tuple(result)
+
+
+def _check_tensors(query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            raise NotImplementedError(
+                f"{name} must be a dense strided tensor; nested and sparse ones are not supported"
+            )
+        if tensor.dim() < 2:
+            raise RuntimeError(
+                f"{name} must have at least 2 dimensions (..., length, head dim), got {_found(x=tensor)[2:]}"
+            )
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            raise RuntimeError(f"{name} must be float32, float64, bfloat16 or float16, got {tensor.dtype}")
+    if not query.dtype == key.dtype == value.dtype:
+        raise RuntimeError(
+            f"query, key and value must have the same dtype, got {query.dtype}, {key.dtype} and {value.dtype}"
+        )
+    optional = {
+        "attn_mask": (attn_mask, (torch.bool, query.dtype, torch.float32)),
+        "key_padding_mask": (key_padding_mask, (torch.bool,)),
+        "alibi_slopes": (alibi_slopes, (torch.float32, *[torch.float64] * (query.dtype == torch.float64))),
+        "sinks": (sinks, (query.dtype, torch.float32)),
+    }
+    for name, (tensor, dtypes) in optional.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in dtypes:
+            allowed = " or ".join(str(d) for d in dict.fromkeys(dtypes))
+            raise RuntimeError(f"{name} must be {allowed} beside a {query.dtype} query, got {tensor.dtype}")
+    for name, tensor in (("key", key), ("value", value), *((n, t) for n, (t, _) in optional.items())):
+        if tensor is not None and tensor.device != query.device:
+            raise RuntimeError(
+                f"all tensors must be on one device: query is on {query.device}, {name} on {tensor.device}"
+            )
+
+
+def _check_options(dropout_p, window_size, softcap, causal_alignment) -> tuple[int, int]:
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
+    if not softcap >= 0.0:
+        raise ValueError(f"softcap must not be negative, got {softcap}")
+    if causal_alignment not in ("upper_left", "lower_right"):
+        raise ValueError(f"causal_alignment must be 'upper_left' or 'lower_right', got {causal_alignment!r}")
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise ValueError(f"window_size must be a pair (left, right), got {window_size!r}") from None
+    if not (isinstance(left, int) and isinstance(right, int) and left >= -1 and right >= -1):
+        raise ValueError(
+            f"window_size must hold two integers of at least -1 (unlimited), got {window_size!r}"
+        )
+    return left, right
+
+
+def _autocast(query, key, value, attn_mask, sinks):
+    # As torch's autocast of its own function, except that fp32 masks stay fp32: a finite float32 minimum
+    # rounded to float16 would become -inf, and hide what was only discouraged.
+    device = query.device.type if isinstance(query, Tensor) else "cpu"
+    if not torch.is_autocast_enabled(device):
+        return query, key, value, attn_mask, sinks
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor, keep=()):
+        lower = (
+            isinstance(tensor, Tensor)
+            and tensor.is_floating_point()
+            and tensor.dtype not in (torch.float64, *keep)
+        )
+        return tensor.to(dtype) if lower else tensor
+
+    keep = (torch.float32,)
+    return cast(query), cast(key), cast(value), cast(attn_mask, keep), cast(sinks, keep)
+
+
+def _prepare(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, sinks=None, key_padding_mask=None,
+    causal_alignment="upper_left", return_lse=False, impl="auto",
+) -> _Prepared:  # fmt: skip
+    query, key, value, attn_mask, sinks = _autocast(query, key, value, attn_mask, sinks)
+    _check_tensors(query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks)
+    window_left, window_right = _check_options(dropout_p, window_size, softcap, causal_alignment)
+    if is_causal:
+        window_right = 0
+
+    (L, D), (S, key_dim), (value_length, Dv) = query.shape[-2:], key.shape[-2:], value.shape[-2:]
+    found = _found(query=query, key=key, value=value)
+    if key_dim != D:
+        raise RuntimeError(f"query and key must have the same head dim: {found}")
+    if value_length != S:
+        raise RuntimeError(f"key and value must have the same length: {found}")
+
+    dims = max(query.dim(), key.dim(), value.dim()) - 2
+    head_dims = min(dims, 1)
+    if (
+        dims == 1
+        and key_padding_mask is not None
+        and key_padding_mask.dim() == 2
+        and key_padding_mask.shape[0] != 1
+    ):
+        # (N, L, D) with one padding mask per leading index: that index is a batch of one head, not heads.
+        query, key, value = (t.unsqueeze(-3) for t in (query, key, value))
+        if attn_mask is not None and attn_mask.dim() >= 3:
+            attn_mask = attn_mask.unsqueeze(-3)
+        head_dims = -1
+    elif dims <= 1:
+        if key_padding_mask is not None and key_padding_mask.dim() == 2 and key_padding_mask.shape[0] == 1:
+            key_padding_mask = key_padding_mask[0]
+        if alibi_slopes is not None and alibi_slopes.dim() == 2 and alibi_slopes.shape[0] == 1:
+            alibi_slopes = alibi_slopes[0]
+
+    found = _found(
+        query=query, key=key, value=value, attn_mask=attn_mask, key_padding_mask=key_padding_mask,
+        alibi_slopes=alibi_slopes, sinks=sinks,
+    )  # fmt: skip
+    leads = [t.shape[:-2] for t in (query, key, value)]
+    if attn_mask is not None:
+        mask_shape = (1,) * (2 - attn_mask.dim()) + tuple(attn_mask.shape)
+        if mask_shape[-1] not in (1, S) or mask_shape[-2] not in (1, L):
+            raise RuntimeError(f"attn_mask must broadcast to (..., {L}, {S}), got {tuple(attn_mask.shape)}")
+        leads.append(mask_shape[:-2])
+    batches = [lead[:-1] for lead in leads]
+    batch_dims = max(len(b) for b in batches)
+    if key_padding_mask is not None:
+        if (
+            key_padding_mask.dim() == 0
+            or key_padding_mask.shape[-1] != S
+            or key_padding_mask.dim() - 1 > batch_dims
+        ):
+            raise RuntimeError(f"key_padding_mask must be (batch, {S}), got {found}")
+        batches.append(key_padding_mask.shape[:-1])
+    if alibi_slopes is not None:
+        if not 1 <= alibi_slopes.dim() <= batch_dims + 1:
+            raise RuntimeError(f"alibi_slopes must be (heads,) or (batch, heads), got {found}")
+        batches.append(alibi_slopes.shape[:-1])
+    batch = _broadcast("the batch dimensions", batches, found)
+
+    heads = [lead[-1] if lead else 1 for lead in leads]
+    key_heads, value_heads = heads[1:3]
+    if enable_gqa:
+        H = heads[0]
+        if min(heads[1:3]) <= 0 < H or any(h and H % h for h in heads[1:3]):
+            raise RuntimeError(
+                f"with enable_gqa=True key and value heads must divide the query heads: {found}"
+            )
+        if len(heads) == 4:
+            _broadcast("the heads of query and attn_mask", [(H,), (heads[3],)], found)
+            H = max(H, heads[3]) if H == 1 else H
+    else:
+        (H,) = _broadcast(
+            "the heads (pass enable_gqa=True to share key/value heads)", [(h,) for h in heads], found
+        )
+    for name, tensor in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if tensor is not None and (
+            tensor.dim() == 0 or tensor.shape[-1] != H or (name == "sinks" and tensor.dim() > 1)
+        ):
+            raise RuntimeError(f"{name} must have one entry for each of the {H} heads: {found}")
+
+    Hkv = key_heads
+    if key_heads != value_heads or (H and not Hkv):
+        # Heads that key and value share differently are written out; otherwise sharing is the kernel's
+        # business.
+        Hkv = H
+        if enable_gqa:
+            key = key.repeat_interleave(H // key_heads, -3) if key.dim() > 2 else key
+            value = value.repeat_interleave(H // value_heads, -3) if value.dim() > 2 else value
+
+    if attn_mask is not None:
+        attn_mask = attn_mask.reshape(mask_shape) if attn_mask.dim() < 2 else attn_mask
+        shape = (1,) * (len(batch) + 3 - len(mask_shape)) + mask_shape
+        if all(b == 1 for b in shape[:-3]):
+            attn_mask = attn_mask.reshape(1, *shape[-3:])
+        else:
+            attn_mask = _flatten_batch(attn_mask, (*batch, *shape[-3:]), len(batch))
+    if key_padding_mask is not None:
+        key_padding_mask = _flatten_batch(key_padding_mask, (*batch, S), len(batch))
+    if alibi_slopes is not None:
+        if query.dtype == torch.float64:
+            alibi_slopes = alibi_slopes.to(torch.float64)
+        if alibi_slopes.dim() > 1:
+            alibi_slopes = _flatten_batch(alibi_slopes, (*batch, H), len(batch))
+
+    options = {
+        "attn_mask": attn_mask is not None,
+        "key_padding_mask": key_padding_mask is not None,
+        "is_causal": is_causal,
+        "window_size": window_left >= 0 or (window_right >= 0 and not is_causal),
+        "softcap": softcap > 0,
+        "alibi_slopes": alibi_slopes is not None,
+        "sinks": sinks is not None,
+        "dropout_p": dropout_p > 0,
+        "return_lse": return_lse,
+    }
+    return _Prepared(
+        _flatten_batch(query, (*batch, H, L, D), len(batch)),
+        _flatten_batch(key, (*batch, Hkv, S, D), len(batch)),
+        _flatten_batch(value, (*batch, Hkv, S, Dv), len(batch)),
+        attn_mask,
+        key_padding_mask,
+        alibi_slopes,
+        sinks,
+        (
+            (D**-0.5 if D else 1.0) if scale is None else float(scale),
+            float(softcap),
+            window_left,
+            window_right,
+            causal_alignment == "lower_right",
+            float(dropout_p),
+        ),
+        batch,
+        head_dims,
+        Request(query.device.type, query.dtype, tuple(name for name, used in options.items() if used)),
+    )
+
+
+def _flatten_batch(tensor: Tensor, shape: tuple[int, ...], batch_dims: int) -> Tensor:
+    """Broadcasts to ``shape`` and joins the leading ``batch_dims`` dimensions; a view where strides allow."""
+    if tensor.shape != shape:
+        tensor = tensor.expand(shape)
+    if batch_dims == 0:
+        return tensor.unsqueeze(0)
+    return tensor if batch_dims == 1 else tensor.flatten(0, batch_dims - 1)
+
+
+def _restore(tensor: Tensor, call: _Prepared) -> Tensor:
+    """(B, H, ...) back to the caller's leading dimensions."""
+    if call.head_dims < 1:
+        tensor = tensor.squeeze(1)
+    if len(call.batch) > 1:
+        return tensor.unflatten(0, call.batch)
+    return tensor if call.batch else tensor.squeeze(0)
+
+
+def _draw_seed(call: _Prepared) -> Tensor | None:
+    """One draw from torch's generator decides a call's whole dropout pattern, whatever computes it."""
+    if call.options[-1] == 0.0:
+        return None
+    return torch.randint(0, 2**63 - 1, (1,), device=call.query.device)
+
+
+def _run(call: _Prepared, seed: Tensor | None, implementation: str) -> tuple[Tensor, Tensor | None]:
+    tensors = call[:7]
+    if implementation == "cpu":
+        run = _Attention.apply if _needs_function(tensors) else _call_forward
+        return run(*tensors, seed, *call.options)
+    if implementation == "torch":
+        gqa = call.key.shape[1] != call.query.shape[1]
+        if call.query.device.type == "cpu":
+            # torch's fused CPU kernel turns rows of NaN into zeros; its composed path does not.
+            with sdpa_kernel(SDPBackend.MATH):
+                return _torch_attention(call, gqa), None
+        return _torch_attention(call, gqa), None
+    return reference.attention(*tensors, seed, *call.options)
+
+
+def _call_forward(query, *args):
+    return _call(_forward_op, query, *args)
+
+
+def _torch_attention(call: _Prepared, enable_gqa: bool) -> Tensor:
+    return F.scaled_dot_product_attention(
+        call.query, call.key, call.value, scale=call.options[0], enable_gqa=enable_gqa
+    )
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    causal_alignment: str = "upper_left",
+    return_lse: bool = False,
+    impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Softmax attention: ``torch.nn.functional.scaled_dot_product_attention`` with more options.
+
+    .. math::
+        s_{ij} &= \mathrm{cap}(\mathrm{scale} \cdot q_i \cdot k_j) + \mathrm{mask}_{ij}
+                  - \mathrm{slope}\,|i + \mathrm{offset} - j|, \qquad
+        \mathrm{cap}(x) = c \tanh(x / c) \\
+        \mathrm{lse}_i &= \log\Big(e^{\mathrm{sink}} + \sum_{j\ \mathrm{visible}} e^{s_{ij}}\Big) \\
+        \mathrm{out}_i &= \sum_{j\ \mathrm{visible}} \mathrm{dropout}(e^{s_{ij} - \mathrm{lse}_i})\, v_j
+
+    A key is visible to a query unless a boolean mask is False there, a float mask is -inf,
+    ``key_padding_mask`` is False, or it lies outside ``[i + offset - left, i + offset + right]``. Masks,
+    causality, window and padding combine.
+
+    Args:
+        query: (..., H, L, D), any strides; (L, D) and any number of leading dimensions work, and broadcast.
+        key: (..., Hkv, S, D). value: (..., Hkv, S, Dv).
+        attn_mask: broadcastable to (..., H, L, S); boolean (True = attend), or added to the scaled scores: of
+            the query's dtype or float32. Has a gradient in its own shape.
+        dropout_p: probability of dropping a weight; the others are scaled by ``1 / (1 - dropout_p)``. Applied
+            whenever it is not 0. The pattern depends on torch's generator alone.
+        is_causal: query i sees keys up to i + offset, also in combination with a mask.
+        scale: factor of the scores, by default ``1 / sqrt(D)``; any number, also 0 or negative.
+        enable_gqa: allows Hkv to divide H; query head h reads key head ``h // (H // Hkv)``.
+        window_size: keys visible left and right of the diagonal, -1 = unlimited.
+        softcap: c above, 0 = off.
+        alibi_slopes: (H,) or (B, H) float32 (float64 beside float64). Has a gradient.
+        sinks: (H,) one more logit per head that takes probability and has no value; query's dtype or float32.
+            Has a gradient.
+        key_padding_mask: (B, S) boolean, True = attend. For 3-D inputs (H, L, D) it is (S,), or (N, S) if the
+            leading dimension is a batch.
+        causal_alignment: the corner ``is_causal``, ``window_size`` and ``alibi_slopes`` are anchored to:
+            "upper_left" (offset 0) or "lower_right" (offset S - L).
+        return_lse: also return lse.
+        impl: "auto" or exactly one of "cpu", "torch", "reference", "triton", "cuda"; :func:`fastattn.explain`
+            tells which one runs.
+
+    Precision: products and sums in float32 (float64 for float64), one rounding to the query's dtype at the
+    end. Under autocast query, key and value are cast as by torch. All gradients exist to second order;
+    forward mode only with ``impl="reference"``.
+
+    Empty rows: a query that sees no key gives 0, lse = -inf (the sink if there is one) and no gradient, even
+    if it or its incoming gradient is NaN. What no query sees never matters; a visible NaN or infinity is
+    never hidden.
+
+    Returns:
+        out (..., H, L, Dv) of the query's dtype; with ``return_lse`` also lse (..., H, L), float32 (float64
+        for float64 inputs), natural logarithm, differentiable.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices that do not fit together.
+        ValueError: an option outside its range. TypeError: something else in place of a tensor.
+        NotImplementedError: ``impl`` names an implementation that cannot run this call; the message says why.
+
+    Source: Vaswani et al., arXiv:1706.03762; log-sum-exp form and recomputation: Dao et al.,
+    arXiv:2205.14135; ALiBi: Press et al., arXiv:2108.12409; sinks: Xiao et al., arXiv:2309.17453.
+
+    Example:
+        >>> q, k, v = (torch.randn(2, 8, 128, 64) for _ in range(3))
+        >>> out, lse = fastattn.scaled_dot_product_attention(q, k, v, is_causal=True, return_lse=True)
+    """
+    # The plain call, decided in as few steps as possible: on tiny inputs these are most of the time.
+    if (
+        attn_mask is None
+        and not torch.compiler.is_compiling()
+        and type(query) is Tensor
+        and query.is_cpu
+        and impl == "auto"
+        and key_padding_mask is None
+        and sinks is None
+        and alibi_slopes is None
+        and dropout_p == 0.0
+        and softcap == 0.0
+        and window_size == (-1, -1)
+        and causal_alignment == "upper_left"
+        and not (
+            torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        )
+        and _plain(query, key, value)
+    ):
+        scale = query.shape[3] ** -0.5 if scale is None else float(scale)
+        out, lse = _forward_op.redispatch(
+            _CPU,
+            query,
+            key,
+            value,
+            None,
+            None,
+            None,
+            None,
+            None,
+            scale,
+            0.0,
+            -1,
+            0 if is_causal else -1,
+            False,
+            0.0,
+        )
+        return (out, lse) if return_lse else out
+
+    call = _prepare(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size=window_size,
+        softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, key_padding_mask=key_padding_mask,
+        causal_alignment=causal_alignment, return_lse=return_lse,
+    )  # fmt: skip
+    implementation = choose(call.request, impl)
+    out, lse = _run(call, _draw_seed(call), implementation)
+    return (_restore(out, call), _restore(lse, call)) if return_lse else _restore(out, call)
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the CPU op can be called on these tensors as they are, with nobody watching."""
+    shape, key_shape, dtype = query.shape, key.shape, query.dtype
+    return (
+        len(shape) == 4 == len(key_shape)
+        and shape[:2] == key_shape[:2]
+        and shape[3] == key_shape[3] > 0
+        and (value.shape == key_shape or value.shape[:3] == key_shape[:3])
+        and type(key) is type(value) is Tensor
+        and dtype == key.dtype == value.dtype
+        and key.is_cpu
+        and value.is_cpu
+        and forward_ad._current_level < 0
+        and not torch._C._is_any_autocast_enabled()
+        and choose(Request("cpu", dtype, ()), "auto") == "cpu"
+        and not _watched()
+    )
+
+
+def _choice(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, **options
+):
+    call = _prepare(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **options)
+    return choose(call.request, options.get("impl", "auto")), candidates(call.request)
+
+
+scaled_dot_product_attention._choice = _choice
+
+
+def attention_with_weights(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    key_padding_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    average_weights: bool = True,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """:func:`scaled_dot_product_attention` and the weights it summed the values with, after dropout.
+
+    The weights come from a second pass over the scores, from the same dropout pattern. Averaged over heads,
+    nothing of size (B, H, L, S) is held, unless a gradient flows back into the weights.
+
+    Returns:
+        out (..., H, L, Dv), and the weights in the query's dtype: their mean over heads (..., L, S), or (...,
+        H, L, S) with ``average_weights=False``. Rows that see nothing have zero weights. Both are
+        differentiable.
+
+    Example:
+        >>> out, weights = attention_with_weights(q, k, v, is_causal=True)
+    """
+    call = _prepare(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        key_padding_mask=key_padding_mask,
+        return_lse=True,
+    )
+    implementation = choose(call.request, impl)
+    seed = _draw_seed(call)
+    out, lse = _run(call, seed, implementation)
+    args = (call.query, call.key, lse, call.attn_mask, call.key_padding_mask, call.alibi_slopes, seed)
+    args = (*args, *call.options, average_weights)
+    if implementation == "reference":
+        weights = reference.attention_weights(*args)
+    elif _needs_function(args[:6]):
+        weights = _AttentionWeights.apply(*args)
+    else:
+        weights = _call(_weights_op, *args)
+    weights = _restore(weights.unsqueeze(1) if average_weights else weights, call)
+    if average_weights and call.head_dims == 1:
+        weights = weights.squeeze(-3)
+    return _restore(out, call), weights

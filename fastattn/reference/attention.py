@@ -1,0 +1,200 @@
+"""Softmax attention in plain PyTorch: what every other implementation has to reproduce.
+
+All tensors are four-dimensional as in the registered ops: query (B, H, L, D), key (B, Hkv, S, D), value (B,
+Hkv, S, Dv); attn_mask has four dimensions that are full or 1. The functions are differentiable any number of
+times and run under ``torch.func``, ``torch.compile`` and forward-mode differentiation. They hold (B, H, L, S)
+tensors.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["attention", "attention_weights", "dropout_keep"]
+
+_LOW32 = 0xFFFFFFFF
+
+
+def _signed(constant: int) -> int:
+    return constant - 2**64 if constant >= 2**63 else constant
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    # Logical, not arithmetic: int64 stands in for uint64 here.
+    return (x >> bits) & (2 ** (64 - bits) - 1)
+
+
+def dropout_keep(seed: Tensor, dropout_p: float, B: int, H: int, L: int, S: int) -> Tensor:
+    """The (B, H, L, S) boolean mask of weights that survive dropout; a pure function of seed and position.
+
+    A splitmix64 step over the row number gives two 32-bit keys, a murmur-like mix of them with the key
+    position gives the random word that is compared with the drop probability.
+    """
+    rows = torch.arange(1, B * H * L + 1, device=seed.device).view(B, H, L, 1)
+    z = seed.view(1, 1, 1, 1) + rows * _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
+    z = z ^ _shift_right(z, 31)
+    first, second = z & _LOW32, _shift_right(z, 32)
+    x = (torch.arange(S, device=seed.device) * 0x9E3779B9 + first) & _LOW32
+    x = x ^ (x >> 16)
+    x = (x * 0x85EBCA6B) & _LOW32
+    x = x ^ second
+    x = x ^ (x >> 13)
+    x = (x * 0xC2B2AE35) & _LOW32
+    x = x ^ (x >> 16)
+    if dropout_p >= 1.0:
+        return torch.zeros_like(x, dtype=torch.bool)
+    return x >= min(_LOW32, round(dropout_p * 2**32))
+
+
+def _visible(query, key, attn_mask, key_padding_mask, window_left, window_right, lower_right) -> Tensor:
+    """(B, H, L, S): whether masks, padding and window let the query see the key. Scores play no part."""
+    (B, H, L, _), S = query.shape, key.shape[2]
+    i = torch.arange(L, device=query.device).view(L, 1) + (S - L if lower_right else 0)
+    j = torch.arange(S, device=query.device)
+    visible = torch.ones(L, S, dtype=torch.bool, device=query.device)
+    if window_left >= 0:
+        visible = visible & (j >= i - window_left)
+    if window_right >= 0:
+        visible = visible & (j <= i + window_right)
+    visible = visible.expand(B, H, L, S)
+    if attn_mask is not None:
+        visible = visible & (attn_mask if attn_mask.dtype == torch.bool else attn_mask != -torch.inf)
+    if key_padding_mask is not None:
+        visible = visible & key_padding_mask.view(B, 1, 1, S)
+    return visible
+
+
+def _masked_scores(
+    query,
+    key,
+    attn_mask,
+    key_padding_mask,
+    alibi_slopes,
+    scale,
+    softcap,
+    window_left,
+    window_right,
+    lower_right,
+) -> tuple[Tensor, Tensor]:
+    """Scores (B, H, L, S) in fp32 or fp64 with -inf where hidden, and the visibility they were hidden by."""
+    (_, H, L, _), (Hkv, S) = query.shape, key.shape[1:3]
+    compute = torch.float64 if query.dtype == torch.float64 else torch.float32
+    visible = _visible(query, key, attn_mask, key_padding_mask, window_left, window_right, lower_right)
+    # What nobody sees is replaced before the product, so that a NaN there reaches neither results nor
+    # gradients.
+    query = torch.where(visible.any(-1, keepdim=True), query.to(compute), 0.0)
+    key = key.to(compute).repeat_interleave(H // max(Hkv, 1), 1)
+    key = torch.where(visible.any(-2).unsqueeze(-1), key, 0.0)
+    score = query @ key.transpose(-1, -2) * scale
+    if softcap > 0:
+        score = softcap * torch.tanh(score / softcap)
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        score = score + torch.where(visible, attn_mask.to(compute), 0.0)
+    if alibi_slopes is not None:
+        i = torch.arange(L, device=query.device).view(L, 1) + (S - L if lower_right else 0)
+        distance = (i - torch.arange(S, device=query.device)).abs().to(compute)
+        score = score - alibi_slopes.to(compute).view(-1, H, 1, 1) * distance
+    return torch.where(visible, score, -torch.inf), visible
+
+
+def _dropped(weights, dropout_seed, dropout_p):
+    if dropout_p == 0.0:
+        return weights
+    keep = dropout_keep(dropout_seed, dropout_p, *weights.shape)
+    return torch.where(keep, weights, 0.0) * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    dropout_seed: Tensor | None,
+    scale: float,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    lower_right: bool,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """``softmax(scores) @ value`` and the log-sum-exp of the scores, as ``fastattn::attention_forward``.
+
+    score[i, j] = softcap(scale * <query_i, key_j>) + mask[i, j] - slope * |i + offset - j| over the visible
+    keys; the softmax has ``exp(sink)`` as one more term of its denominator. Half precision is computed in
+    fp32 and rounded once. A row that sees no key gives 0, lse = -inf (the sink, if there is one) and no
+    gradient.
+    """
+    with torch.autocast(query.device.type, enabled=False):
+        H, Hkv = query.shape[1], key.shape[1]
+        score, visible = _masked_scores(
+            query,
+            key,
+            attn_mask,
+            key_padding_mask,
+            alibi_slopes,
+            scale,
+            softcap,
+            window_left,
+            window_right,
+            lower_right,
+        )
+        row_sees = visible.any(-1, keepdim=True)
+        column = score.new_full((*score.shape[:-1], 1), -torch.inf)
+        if sinks is not None:
+            column = sinks.to(score.dtype).view(1, H, 1, 1).expand_as(column)
+        # The maximum only keeps exp in range; it cancels, so it takes no part in the gradient.
+        top = torch.cat([score, column], -1).detach().amax(-1, keepdim=True)
+        live = row_sees if sinks is None else torch.ones_like(row_sees)
+        top = torch.where(live, top, 0.0)
+        weights = torch.exp(score - top)
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total = total + torch.exp(column - top)
+        total = torch.where(live, total, 1.0)
+        lse = torch.where(live, torch.log(total) + top, -torch.inf).squeeze(-1)
+        weights = _dropped(weights / total, dropout_seed, dropout_p)
+        value = value.to(score.dtype).repeat_interleave(H // max(Hkv, 1), 1)
+        value = torch.where(visible.any(-2).unsqueeze(-1), value, 0.0)
+        out = torch.where(row_sees, weights @ value, 0.0)
+        return out.to(query.dtype), lse
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout_seed: Tensor | None,
+    scale: float,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    lower_right: bool,
+    dropout_p: float,
+    average_heads: bool,
+) -> Tensor:
+    """``exp(score - lse)`` after dropout, or its mean over heads; as ``fastattn::attention_weights``."""
+    with torch.autocast(query.device.type, enabled=False):
+        score, visible = _masked_scores(
+            query,
+            key,
+            attn_mask,
+            key_padding_mask,
+            alibi_slopes,
+            scale,
+            softcap,
+            window_left,
+            window_right,
+            lower_right,
+        )
+        # Rows that see nothing have lse = -inf; exp(-inf - 0) is the 0 that they should give.
+        row_sees = visible.any(-1, keepdim=True)
+        weights = torch.exp(score - torch.where(row_sees, lse.unsqueeze(-1), 0.0))
+        weights = _dropped(weights, dropout_seed, dropout_p)
+        return (weights.mean(1) if average_heads else weights).to(query.dtype)
