@@ -1,0 +1,1353 @@
+// Softmax attention on the CPU: forward, backward and attention weights, for every instruction set and dtype.
+//
+// One layout carries all of it: the lanes of a vector are query rows. A tile of kTile query rows is packed once,
+// transposed, into a panel; then
+//   scores^T [keys, rows]  = K [keys, D]   . Q^T panel      keys read in place, one scalar broadcast at a time
+//   out^T    [Dv, rows]   += V^T [Dv, keys] . P^T            values likewise; P^T is the score buffer itself
+// so that neither keys nor values are repacked in fp32, and the softmax (running maximum, sum, rescaling, bands,
+// masks, dropout) is vertical arithmetic without a single horizontal reduction. The backward's five products have
+// the same two forms. In the bf16 pair format values (and keys, for grad_query) are transposed once per key block
+// and shared by the tiles of a task.
+#include "attention.h"
+
+#include <cstdlib>
+#include <new>
+
+#include "gemm.h"
+#include "simd.h"
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+constexpr int64_t kBlock = 128;  // keys per block: a 128 x 32 fp32 score tile is 16 KB, half of a small L1
+
+FASTATTN_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+FASTATTN_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+FASTATTN_INLINE int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
+FASTATTN_INLINE int64_t round_down(int64_t a, int64_t b) { return a / b * b; }
+
+// Scratch memory of one thread. Small arenas stay with the thread between calls; large ones are returned at once.
+class Arena {
+ public:
+  ~Arena() { release(); }
+  template <class E>
+  E* take(int64_t count) {
+    size_t bytes = size_t(round_up(count * int64_t(sizeof(E)), 64));
+    if (used_ + bytes > capacity_) grow(bytes);
+    char* p = base_ + used_;
+    used_ += bytes;
+    return reinterpret_cast<E*>(p);
+  }
+  template <class E>
+  E* take_zero(int64_t count) {
+    E* p = take<E>(count);
+    std::memset(static_cast<void*>(p), 0, size_t(count) * sizeof(E));
+    return p;
+  }
+  // Everything taken since construction of the scope goes back when it ends.
+  struct Scope {
+    Arena& arena;
+    explicit Scope(Arena& a) : arena(a) {}
+    ~Scope() { arena.reset(); }
+  };
+
+ private:
+  static constexpr size_t kKeep = size_t(4) << 20;
+  struct Block {
+    Block* previous;
+  };
+  void grow(size_t bytes) {
+    size_t capacity = 2 * capacity_ > bytes + 64 ? 2 * capacity_ : bytes + 64;
+    if (capacity < (size_t(1) << 16)) capacity = size_t(1) << 16;
+    if (capacity > 2 * kKeep) capacity = bytes + 64;
+    void* memory = std::aligned_alloc(64, size_t(round_up(int64_t(capacity), 64)));
+    if (!memory) throw std::bad_alloc();
+    auto* block = static_cast<Block*>(memory);
+    block->previous = last_;
+    last_ = block;
+    base_ = static_cast<char*>(memory);
+    capacity_ = capacity;
+    used_ = 64;
+  }
+  void reset() {
+    if (last_ && (last_->previous || capacity_ > kKeep)) return release();
+    used_ = last_ ? 64 : 0;
+  }
+  void release() {
+    while (last_) {
+      Block* previous = last_->previous;
+      std::free(last_);
+      last_ = previous;
+    }
+    base_ = nullptr;
+    capacity_ = used_ = 0;
+  }
+  Block* last_ = nullptr;
+  char* base_ = nullptr;
+  size_t capacity_ = 0, used_ = 0;
+};
+
+Arena& thread_arena() {
+  static thread_local Arena arena;
+  return arena;
+}
+
+template <class T>
+struct FormatOf {
+  using type = Plain<float>;
+};
+template <>
+struct FormatOf<double> {
+  using type = Plain<double>;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct FormatOf<bf16> {
+  using type = Pair;
+};
+#endif
+template <class X, class Y>
+constexpr bool kSame = false;
+template <class X>
+constexpr bool kSame<X, X> = true;
+
+template <int kBytes>
+struct UnsignedOf {
+  using type = uint32_t;
+};
+template <>
+struct UnsignedOf<8> {
+  using type = uint64_t;
+};
+
+FASTATTN_INLINE int64_t offset(const View& v, int64_t i0, int64_t i1 = 0, int64_t i2 = 0, int64_t i3 = 0) {
+  return i0 * v.stride[0] + i1 * v.stride[1] + i2 * v.stride[2] + i3 * v.stride[3];
+}
+
+template <class T>
+struct Attention {
+  using Format = typename FormatOf<T>::type;
+  using A = typename Format::Accumulator;
+  using E = typename Format::Element;
+  using V = Vec<A>;
+  using U = typename UnsignedOf<sizeof(A)>::type;
+  static constexpr int N = kLanes<A>;
+  static constexpr int NV = kColumns;
+  static constexpr int kTile = N * NV;
+  static constexpr bool kDirect = kSame<T, E>;  // operands can be read where they lie
+  static constexpr bool kPairs = Format::kStep == 2;
+  static constexpr int kExpDegree = kSame<T, bf16> ? 4 : 6;
+  static constexpr A kInf = A(__builtin_inf());
+  // Keys per tile are rounded to this: the depth of out^T += V^T P^T, and the rows of the scores.
+  static constexpr int64_t kKeyStep = Format::kDepth > Format::kRows ? Format::kDepth : Format::kRows;
+
+  // --- what the options amount to -------------------------------------------------------------------------------
+
+  struct Problem {
+    const AttentionParams& p;
+    int64_t group, tiles_per_head, tiles;  // tiles of one key/value head, over all its query heads
+    bool flat;                             // short queries: a tile takes rows of several heads
+    int64_t depth, depth_v;                // D and Dv as padded for the products
+    int64_t key_begin, key_end;            // keys inside some query's band
+    bool masked;                           // some keys may be hidden by attn_mask or key_padding_mask
+    bool general;                          // scores need more than a positive scale (then they are transformed first)
+    U threshold;
+    A keep_scale;
+
+    explicit Problem(const AttentionParams& params) : p(params) {
+      group = p.H / p.Hkv;
+      flat = p.L < kTile;
+      tiles_per_head = (p.L + kTile - 1) / kTile;
+      tiles = flat ? (group * p.L + kTile - 1) / kTile : group * tiles_per_head;
+      depth = round_up(p.D, Format::kDepth);
+      depth_v = round_up(p.Dv, Format::kDepth);
+      int64_t lo, hi;
+      band(0, lo, hi);
+      key_begin = lo;
+      band(p.L - 1, lo, hi);
+      key_end = hi;
+      masked = p.mask.data || p.key_padding.data;
+      general = masked || p.alibi.data || p.softcap > 0 || !(p.scale > 0);
+      double limit = p.dropout_p * 4294967296.0 + 0.5;
+      threshold = limit >= 4294967295.0 ? U(4294967295u) : U(limit);
+      keep_scale = p.dropout_p < 1 ? A(1 / (1 - p.dropout_p)) : A(0);
+    }
+    // Keys [lo, hi) that the band leaves to query i; lo >= hi where it leaves none.
+    void band(int64_t i, int64_t& lo, int64_t& hi) const {
+      int64_t diagonal = i + p.offset;
+      lo = p.window_left < 0 ? 0 : min(max(diagonal - p.window_left, 0), p.S);
+      hi = p.window_right < 0 ? p.S : max(min(diagonal + min(p.window_right, p.S + p.L) + 1, p.S), 0);
+    }
+    bool has_dropout() const { return p.dropout_p > 0; }
+  };
+
+  static bool mask_shows(const AttentionParams& p, int64_t b, int64_t h, int64_t i, int64_t j) {
+    if (p.key_padding.data && !static_cast<const uint8_t*>(p.key_padding.data)[offset(p.key_padding, b, j)]) return false;
+    if (!p.mask.data) return true;
+    int64_t at = offset(p.mask, b, h, i, j);
+    if (p.mask.dtype == DType::boolean) return static_cast<const uint8_t*>(p.mask.data)[at];
+    if (p.mask.dtype == DType::f32) return static_cast<const float*>(p.mask.data)[at] != -__builtin_inff();
+    return to_float(static_cast<const T*>(p.mask.data)[at]) != -kInf;
+  }
+  // Whether query (b, h, i) sees any key: by the masks and the band, never by a score's value.
+  static bool row_sees(const Problem& q, int64_t b, int64_t h, int64_t i) {
+    int64_t lo, hi;
+    q.band(i, lo, hi);
+    if (lo >= hi || !q.masked) return lo < hi;
+    for (int64_t j = lo; j < hi; ++j)
+      if (mask_shows(q.p, b, h, i, j)) return true;
+    return false;
+  }
+  // Whether any query that reads key head hk sees key j.
+  static bool key_is_seen(const Problem& q, int64_t b, int64_t hk, int64_t j) {
+    for (int64_t g = 0; g < q.group; ++g)
+      for (int64_t i = 0; i < q.p.L; ++i) {
+        int64_t lo, hi;
+        q.band(i, lo, hi);
+        if (j >= lo && j < hi && mask_shows(q.p, b, hk * q.group + g, i, j)) return true;
+      }
+    return false;
+  }
+
+  // --- tiles of query rows --------------------------------------------------------------------------------------
+
+  struct Tile {
+    int count;                     // rows in use; the lanes behind them repeat the last row's limits
+    int64_t b;
+    int64_t head[kTile], row[kTile];
+    Int<A> lo[kTile], hi[kTile];   // visible band of each row
+    int64_t lo_min, lo_max, hi_min, hi_max;
+    bool seen[kTile];
+    A slope[kTile], diagonal[kTile];
+    U key1[kTile], key2[kTile];    // dropout: two words per row
+  };
+
+  static uint64_t mix(uint64_t z) {
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+  }
+
+  // Tile t of key/value head hk.
+  static void make_tile(const Problem& q, int64_t b, int64_t hk, int64_t t, Tile& tile) {
+    const AttentionParams& p = q.p;
+    if (!q.flat) return make_tile_of_head(q, b, hk * q.group + t / q.tiles_per_head, t % q.tiles_per_head * kTile, tile);
+    tile.count = int(min(kTile, q.group * p.L - t * kTile));
+    for (int r = 0; r < kTile; ++r) {
+      int64_t at = t * kTile + min(r, tile.count - 1);
+      tile.head[r] = hk * q.group + at / p.L;
+      tile.row[r] = at % p.L;
+    }
+    describe(q, b, tile);
+  }
+  // Rows [first, first + kTile) of one query head.
+  static void make_tile_of_head(const Problem& q, int64_t b, int64_t h, int64_t first, Tile& tile) {
+    tile.count = int(min(kTile, q.p.L - first));
+    for (int r = 0; r < kTile; ++r) {
+      tile.head[r] = h;
+      tile.row[r] = first + min(r, tile.count - 1);
+    }
+    describe(q, b, tile);
+  }
+  static void describe(const Problem& q, int64_t b, Tile& tile) {
+    const AttentionParams& p = q.p;
+    tile.b = b;
+    tile.lo_min = p.S, tile.lo_max = 0, tile.hi_min = p.S, tile.hi_max = 0;
+    for (int r = 0; r < kTile; ++r) {
+      const int64_t h = tile.head[r], i = tile.row[r];
+      int64_t lo, hi;
+      q.band(i, lo, hi);
+      tile.lo[r] = Int<A>(lo);
+      tile.hi[r] = Int<A>(hi);
+      tile.lo_max = max(tile.lo_max, lo);
+      tile.hi_min = min(tile.hi_min, hi);
+      tile.seen[r] = r < tile.count && row_sees(q, b, h, i);
+      if (lo < hi) {
+        tile.lo_min = min(tile.lo_min, lo);
+        tile.hi_max = max(tile.hi_max, hi);
+      }
+      if (p.alibi.data) {
+        tile.slope[r] = static_cast<const A*>(p.alibi.data)[offset(p.alibi, b, h)];
+        tile.diagonal[r] = A(i + p.offset);
+      }
+      if (q.has_dropout()) {
+        uint64_t z = mix(p.seed + uint64_t((b * p.H + h) * p.L + i + 1) * 0x9E3779B97F4A7C15u);
+        tile.key1[r] = U(uint32_t(z));
+        tile.key2[r] = U(uint32_t(z >> 32));
+      }
+    }
+  }
+
+  static V dropout_keep(const Problem& q, const Tile& tile, int v, int64_t j) {  // 1 / (1 - p) where kept, else 0
+    using VU = Vec<U>;
+    constexpr U kWord = U(0xffffffffu);
+    VU x = (U(uint32_t(j) * 0x9E3779B9u) + load(tile.key1 + v * N)) & kWord;
+    x ^= x >> 16;
+    x = (x * U(0x85EBCA6Bu)) & kWord;
+    x ^= load(tile.key2 + v * N);
+    x ^= x >> 13;
+    x = (x * U(0xC2B2AE35u)) & kWord;
+    x ^= x >> 16;
+    return x >= VU{} + q.threshold ? V{} + q.keep_scale : V{};
+  }
+
+  // --- packing ----------------------------------------------------------------------------------------------------
+
+  // Panel [depth / step][kTile][step] of the tile's rows of a (B, H, L, X) tensor; rows that see nothing and padding
+  // are zero.
+  static void pack_transposed(const Tile& tile, const View& view, int64_t columns, int64_t depth, E* panel) {
+    const T* data = static_cast<const T*>(view.data);
+    const int64_t stride = view.stride[3];
+    for (int v = 0; v < NV; ++v) {
+      const T* row[N];
+      for (int r = 0; r < N; ++r) {
+        int s = v * N + r;
+        row[r] = tile.seen[s] ? data + offset(view, tile.b, tile.head[s], tile.row[s]) : nullptr;
+      }
+      if constexpr (kPairs) {
+        for (int64_t d = 0; d < depth; d += 2 * N) {
+          Vec<float> block[N];
+          for (int r = 0; r < N; ++r) {
+            Vec<uint32_t> pairs = row[r] ? load_pairs(row[r] + d * stride, stride, columns - d) : Vec<uint32_t>{};
+            block[r] = bit_cast<Vec<float>>(pairs);
+          }
+          transpose<float>(block);
+          for (int i = 0; i < N && d + 2 * i < depth; ++i)
+            store(reinterpret_cast<float*>(panel) + (d / 2 + i) * kTile + v * N, block[i]);
+        }
+      } else {
+        for (int64_t d = 0; d < depth; d += N) {
+          V block[N];
+          for (int r = 0; r < N; ++r)
+            block[r] = row[r] ? load_row<A>(row[r] + d * stride, stride, columns - d) : V{};
+          transpose<A>(block);
+          for (int i = 0; i < N && d + i < depth; ++i) store(panel + (d + i) * kTile + v * N, block[i]);
+        }
+      }
+    }
+  }
+  static FASTATTN_INLINE Vec<uint32_t> load_pairs(const bf16* p, int64_t stride, int64_t count) {
+    if (stride == 1 && count >= 2 * kLanes<float>) {
+      Vec<uint32_t> v;
+      __builtin_memcpy(&v, p, sizeof v);
+      return v;
+    }
+    bf16 buffer[2 * kLanes<float>];
+    std::memset(buffer, 0, sizeof buffer);
+    int64_t n = min(count, 2 * kLanes<float>);
+    for (int64_t i = 0; i < n; ++i) buffer[i] = p[i * stride];
+    Vec<uint32_t> v;
+    __builtin_memcpy(&v, buffer, sizeof v);
+    return v;
+  }
+  // Panel [kTile / step][columns][step] of the same rows, not transposed: the B operand of grad_key and grad_value.
+  static void pack_rows(const Tile& tile, const View& view, int64_t columns, int64_t padded, E* panel) {
+    const T* data = static_cast<const T*>(view.data);
+    const int64_t stride = view.stride[3];
+    auto row = [&](int r) -> const T* {
+      return tile.seen[r] ? data + offset(view, tile.b, tile.head[r], tile.row[r]) : nullptr;
+    };
+    for (int r = 0; r < kTile; r += Format::kStep) {
+      const T* first = row(r);
+      if constexpr (kPairs) {
+        const T* second = row(r + 1);
+        for (int64_t d = 0; d < padded; d += N)
+          interleave(first, second, stride, d, columns, panel + (r / 2) * padded * 2 + d * 2);
+      } else {
+        for (int64_t d = 0; d < padded; d += N)
+          store(panel + r * padded + d, first ? load_row<A>(first + d * stride, stride, columns - d) : V{});
+      }
+    }
+  }
+  // out[2 i] = first[d + i], out[2 i + 1] = second[d + i]; null rows and columns from `columns` on are zero.
+  static FASTATTN_INLINE Vec<uint32_t> interleaved(const bf16* first, const bf16* second, int64_t stride, int64_t d,
+                                                   int64_t columns) {
+    auto wide = [&](const bf16* p) {
+      return p && d < columns ? bit_cast<Vec<uint32_t>>(load_row<float>(p + d * stride, stride, columns - d))
+                              : Vec<uint32_t>{};
+    };
+    return (wide(first) >> 16) | wide(second);
+  }
+  static FASTATTN_INLINE void interleave(const bf16* first, const bf16* second, int64_t stride, int64_t d,
+                                         int64_t columns, bf16* out) {
+    Vec<uint32_t> pairs = interleaved(first, second, stride, d, columns);
+    __builtin_memcpy(out, &pairs, sizeof pairs);
+  }
+
+  // --- blocks of keys -----------------------------------------------------------------------------------------------
+
+  // An operand A of Format::gemm: element (m, k) at data[m * rows + k * columns].
+  struct Operand {
+    const E* data;
+    int64_t rows, columns;
+  };
+  struct KeyBlock {
+    int64_t begin, end;      // keys [begin, end); begin is a multiple of kBlock
+    Operand key, value;      // [keys, D], [keys, Dv]
+    Operand key_t, value_t;  // [D, keys], [Dv, keys]
+  };
+  struct KeyScratch {
+    E *key, *value, *key_t, *value_t;
+    void take(Arena& arena, const Problem& q, bool backward) {
+      key = arena.take<E>(kBlock * q.depth);
+      value = arena.take<E>(kBlock * (kPairs && !backward ? 1 : q.depth_v));
+      key_t = kPairs && backward ? arena.take<E>(kBlock * round_up(q.p.D, Format::kRows)) : nullptr;
+      value_t = kPairs && !backward ? arena.take<E>(kBlock * round_up(q.p.Dv, Format::kRows)) : nullptr;
+    }
+  };
+
+  static bool row_is_finite(const T* row, int64_t stride, int64_t columns) {
+    A sum = 0;  // x * 0 is 0 for finite x, NaN otherwise
+    if (stride == 1) {
+      V total{};
+      int64_t d = 0;
+      for (; d + N <= columns; d += N) total += load_wide(row + d) * A(0);
+      sum = reduce_add<A>(total);
+      row += d;
+      columns -= d;
+    }
+    for (int64_t d = 0; d < columns; ++d) sum += A(to_float(row[d * stride])) * A(0);
+    return sum == 0;
+  }
+
+  // Rows [begin, end) of a (B, Hkv, S, X) tensor as pointers: null for keys outside every band, and for keys that
+  // hold NaN or inf while no query sees them (they must not reach 0 * NaN). Returns whether any row is null.
+  static bool key_rows(const Problem& q, const View& view, int64_t columns, int64_t b, int64_t hk, int64_t begin,
+                       int64_t end, const T** rows) {
+    bool any = false;
+    for (int64_t j = begin; j < end; ++j) {
+      const T* row = nullptr;
+      if (j >= q.key_begin && j < q.key_end) {
+        row = static_cast<const T*>(view.data) + offset(view, b, hk, j);
+        if (q.masked && !row_is_finite(row, view.stride[3], columns) && !key_is_seen(q, b, hk, j)) row = nullptr;
+      }
+      rows[j - begin] = row;
+      // Plain clips tiles to the band exactly, so that keys outside it are not touched.
+      any |= !row && (kPairs || (j >= q.key_begin && j < q.key_end));
+    }
+    return any;
+  }
+
+  // [keys, X] as the A operand: in place where it can be read as it lies, else copied and padded with zeros.
+  static Operand straight(const View& view, const T* first, int64_t columns, int64_t padded, const T** rows,
+                          int64_t count, bool has_null, E* scratch) {
+    if constexpr (kDirect) {
+      bool fits = count % kKeyStep == 0 && columns == padded && (!kPairs || view.stride[3] == 1);
+      if (fits && !has_null) return {first, view.stride[2], view.stride[3]};
+    }
+    int64_t filled = round_up(count, kKeyStep);
+    for (int64_t j = 0; j < filled; ++j) {
+      const T* row = j < count ? rows[j] : nullptr;
+      E* to = scratch + j * padded;
+      if (!row) {
+        std::memset(static_cast<void*>(to), 0, size_t(padded) * sizeof(E));
+      } else if constexpr (kPairs) {
+        for (int64_t d = 0; d < padded; d += 2 * N) {
+          Vec<uint32_t> pairs = load_pairs(row + d * view.stride[3], view.stride[3], columns - d);
+          __builtin_memcpy(to + d, &pairs, size_t(min(2 * N, padded - d)) * 2);
+        }
+      } else {
+        int64_t d = 0;
+        for (; d + N <= padded; d += N) store(to + d, load_row<A>(row + d * view.stride[3], view.stride[3], columns - d));
+        for (; d < padded; ++d) to[d] = A(to_float(row[d * view.stride[3]]));
+      }
+    }
+    return {scratch, padded, 1};
+  }
+  // [X, keys]: the straight operand seen sideways, or transposed where products take pairs of keys.
+  static Operand sideways(const View& view, int64_t columns, const T** rows, int64_t count, const Operand& straight,
+                          E* scratch) {
+    if constexpr (!kPairs) {
+      return {straight.data, straight.columns, straight.rows};
+    } else {
+      const int64_t filled = round_up(columns, Format::kRows);
+      for (int64_t j = 0; j < kBlock; j += 2 * N) {
+        for (int64_t d = 0; d < filled; d += N) {
+          Vec<float> block[N];
+          for (int r = 0; r < N; ++r) {
+            int64_t k = j + 2 * r;
+            const T* first = k < count ? rows[k] : nullptr;
+            const T* second = k + 1 < count ? rows[k + 1] : nullptr;
+            block[r] = bit_cast<Vec<float>>(interleaved(first, second, view.stride[3], d, columns));
+          }
+          transpose<float>(block);
+          for (int i = 0; i < N && d + i < filled; ++i)
+            store(reinterpret_cast<float*>(scratch + (d + i) * kBlock + j), block[i]);
+        }
+        if (j + 2 * N >= count) break;
+      }
+      return {scratch, kBlock, 1};
+    }
+  }
+
+  static KeyBlock make_block(const Problem& q, int64_t b, int64_t hk, int64_t begin, int64_t end, bool backward,
+                             const KeyScratch& scratch) {
+    const AttentionParams& p = q.p;
+    const T* rows[kBlock];
+    KeyBlock block;
+    block.begin = begin;
+    block.end = end;
+    int64_t count = end - begin;
+    bool null = key_rows(q, p.key, p.D, b, hk, begin, end, rows);
+    block.key = straight(p.key, static_cast<const T*>(p.key.data) + offset(p.key, b, hk, begin), p.D, q.depth, rows, count, null, scratch.key);
+    if (backward) block.key_t = sideways(p.key, p.D, rows, count, block.key, scratch.key_t);
+    null = key_rows(q, p.value, p.Dv, b, hk, begin, end, rows);
+    if (!kPairs || backward) block.value = straight(p.value, static_cast<const T*>(p.value.data) + offset(p.value, b, hk, begin), p.Dv, q.depth_v, rows, count, null, scratch.value);
+    if (!kPairs || !backward) block.value_t = sideways(p.value, p.Dv, rows, count, block.value, scratch.value_t);
+    return block;
+  }
+
+  // --- scores -------------------------------------------------------------------------------------------------------
+
+  template <class M>
+  static FASTATTN_INLINE V load_mask(const M* m, int64_t stride, int64_t count) {
+    if constexpr (kSame<M, uint8_t>) {
+      uint8_t buffer[N];
+      if (stride == 1 && count >= N) {
+        __builtin_memcpy(buffer, m, N);
+      } else {
+        for (int i = 0; i < N; ++i) buffer[i] = i < count ? m[i * stride] : 0;
+      }
+      typedef uint8_t Bytes __attribute__((vector_size(N)));
+      Bytes bytes;
+      __builtin_memcpy(&bytes, buffer, N);
+      Vec<Int<A>> shown = __builtin_convertvector(bytes, Vec<Int<A>>);
+      return shown != 0 ? V{} : V{} - kInf;
+    } else if constexpr (sizeof(A) == 8 && sizeof(M) == 4) {
+      V v{};
+      for (int i = 0; i < N && i < count; ++i) v[i] = A(m[i * stride]);
+      return v;
+    } else {
+      return load_row<A>(m, stride, count);
+    }
+  }
+
+  // Fills bias[key - begin][kTile] with the mask in log2 units (-inf = hidden). Returns bit 0: something is visible,
+  // bit 1: something is hidden or biased.
+  template <class M>
+  static int fill_mask_tile(const Problem& q, const Tile& tile, int64_t begin, int64_t end, A* bias) {
+    const AttentionParams& p = q.p;
+    const View& mask = p.mask;
+    const M* data = static_cast<const M*>(mask.data);
+    const int64_t keys = end - begin;
+    constexpr A kUnit = kSame<M, uint8_t> ? A(1) : A(kLog2e);
+    if (!data) {
+      for (int64_t x = 0; x < keys * kTile; x += N) store(bias + x, V{});
+    } else if (mask.stride[2] == 0 && (!q.flat || mask.stride[1] == 0)) {
+      const M* row = data + offset(mask, tile.b, tile.head[0], 0, begin);
+      for (int64_t j = 0; j < keys; ++j) {
+        V value = V{} + load_mask<M>(row + j * mask.stride[3], 1, 1)[0] * kUnit;
+        for (int v = 0; v < NV; ++v) store(bias + j * kTile + v * N, value);
+      }
+    } else {
+      for (int v = 0; v < NV; ++v) {
+        const M* row[N];
+        for (int r = 0; r < N; ++r)
+          row[r] = data + offset(mask, tile.b, tile.head[v * N + r], tile.row[v * N + r], begin);
+        for (int64_t j = 0; j < keys; j += N) {
+          V block[N];
+          for (int r = 0; r < N; ++r) block[r] = load_mask<M>(row[r] + j * mask.stride[3], mask.stride[3], keys - j) * kUnit;
+          transpose<A>(block);
+          for (int i = 0; i < N && j + i < keys; ++i) store(bias + (j + i) * kTile + v * N, block[i]);
+        }
+      }
+    }
+    if (p.key_padding.data) {
+      const uint8_t* shown = static_cast<const uint8_t*>(p.key_padding.data);
+      for (int64_t j = 0; j < keys; ++j)
+        if (!shown[offset(p.key_padding, tile.b, begin + j)])
+          for (int v = 0; v < NV; ++v) store(bias + j * kTile + v * N, V{} - kInf);
+    }
+    Vec<Int<A>> visible{}, altered{};
+    for (int64_t x = 0; x < keys * kTile; x += N) {
+      V value = load(bias + x);
+      visible |= value != -kInf;
+      altered |= value != 0;
+    }
+    bool any_visible = false, any_altered = false;
+    for (int i = 0; i < N; ++i) any_visible |= visible[i] != 0, any_altered |= altered[i] != 0;
+    return int(any_visible) | int(any_altered) << 1;
+  }
+  static int mask_tile(const Problem& q, const Tile& tile, int64_t begin, int64_t end, A* bias) {
+    if (q.p.mask.dtype == DType::boolean || !q.p.mask.data) return fill_mask_tile<uint8_t>(q, tile, begin, end, bias);
+    if (q.p.mask.dtype == DType::f32) return fill_mask_tile<float>(q, tile, begin, end, bias);
+    return fill_mask_tile<T>(q, tile, begin, end, bias);
+  }
+
+  // The part of a block that a tile visits: [begin, end) rounded to what the products need, relative to the block.
+  struct Span {
+    int64_t begin, end;
+    bool empty() const { return begin >= end; }
+  };
+  static Span span(const KeyBlock& block, const Tile& tile) {
+    int64_t begin = max(block.begin, tile.lo_min), end = min(block.end, tile.hi_max);
+    if (begin >= end) return {0, 0};
+    return {round_down(begin - block.begin, kKeyStep), round_up(end - block.begin, kKeyStep)};
+  }
+
+  // scores[key - block.begin][kTile] for the span, in log2 units up to the factor returned in `factor`; hidden = -inf.
+  // `bend` receives d(capped score) / d(scaled score) where there is a softcap. False where nothing is visible.
+  static bool score_tile(const Problem& q, const Tile& tile, const E* query_panel, const KeyBlock& block, Span span,
+                         A* scores, A* bias, A* bend, A& factor) {
+    const AttentionParams& p = q.p;
+    const int64_t begin = block.begin + span.begin;
+    const int64_t end = min(block.begin + span.end, block.end);
+    int content = 1;
+    if (q.masked) {
+      content = mask_tile(q, tile, begin, end, bias);
+      if (!(content & 1)) return false;
+    }
+    A* tile_scores = scores + span.begin * kTile;
+    const int64_t keys = span.end - span.begin;
+    Format::gemm(keys, kTile, q.depth, block.key.data + span.begin * block.key.rows, block.key.rows, block.key.columns,
+                 query_panel, kTile, tile_scores, kTile, false);
+    factor = A(p.scale * kLog2e);
+    if (q.general) {
+      const A scale = A(p.scale), cap = A(p.softcap), inverse_cap = cap > 0 ? A(1) / cap : A(0);
+      for (int64_t j = 0; j < end - begin; ++j)
+        for (int v = 0; v < NV; ++v) {
+          A* at = tile_scores + j * kTile + v * N;
+          V s = load(at) * scale;
+          if (cap > 0) {
+            V t = tanh(s * inverse_cap);
+            s = t * cap;
+            if (bend) store(bend + (span.begin + j) * kTile + v * N, A(1) - t * t);
+          }
+          s *= A(kLog2e);
+          if (p.alibi.data) {
+            V distance = load(tile.diagonal + v * N) - A(begin + j);
+            distance = distance < 0 ? -distance : distance;
+            s -= load(tile.slope + v * N) * distance * A(kLog2e);
+          }
+          if (content & 2) {
+            V m = load(bias + j * kTile + v * N);
+            s = m == -kInf ? m : s + m;
+          }
+          store(at, s);
+        }
+      factor = 1;
+    }
+    // Rows of the span that some lane's band does not include.
+    using VI = Vec<Int<A>>;
+    for (int64_t j = 0; j < keys; ++j) {
+      const int64_t key = begin + j;
+      if (key >= tile.lo_max && key < tile.hi_min) {
+        j = min(keys, tile.hi_min - begin) - 1;
+        continue;
+      }
+      for (int v = 0; v < NV; ++v) {
+        A* at = tile_scores + j * kTile + v * N;
+        VI position = VI{} + Int<A>(key);
+        VI shown = (position >= load(tile.lo + v * N)) & (position < load(tile.hi + v * N));
+        store(at, shown ? load(at) : V{} - kInf);
+      }
+    }
+    return true;
+  }
+
+  // --- forward ------------------------------------------------------------------------------------------------------
+
+  struct State {  // of one tile: running maximum (log2 units), sum, and out^T [Dv][kTile]
+    V maximum[NV], sum[NV];
+    A* out;
+  };
+
+  static FASTATTN_INLINE V finite_or_zero(V m) { return m == -kInf ? V{} : m; }
+
+  // Two rows of P^T as pairs along the keys: lane q holds (p0[q], p1[q]).
+  static FASTATTN_INLINE void store_pair(E* to, V p0, V p1) {
+#if defined(__AVX512BF16__)
+    if constexpr (kPairs) {
+      alignas(64) static constexpr auto kOrder = [] {
+        struct {
+          uint16_t at[32];
+        } order{};
+        for (int i = 0; i < 16; ++i) order.at[2 * i] = uint16_t(i), order.at[2 * i + 1] = uint16_t(16 + i);
+        return order;
+      }();
+      __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)p1, (__m512)p0);
+      both = _mm512_permutexvar_epi16(_mm512_load_si512(&kOrder), both);
+      _mm512_storeu_si512(to, both);
+    }
+#endif
+  }
+
+  static void softmax_tile(const Problem& q, const Tile& tile, const KeyBlock& block, Span span, A* scores, A factor,
+                           E* weights, State& state) {
+    A* tile_scores = scores + span.begin * kTile;
+    const int64_t keys = span.end - span.begin;
+    V top[NV], shift[NV], sum[NV];
+    for (int v = 0; v < NV; ++v) top[v] = V{} - kInf, sum[v] = V{};
+    for (int64_t j = 0; j < keys; ++j)
+      for (int v = 0; v < NV; ++v) top[v] = maximum(top[v], load(tile_scores + j * kTile + v * N));
+    bool rescale = false;
+    V alpha[NV];
+    for (int v = 0; v < NV; ++v) {
+      V m = maximum(state.maximum[v], top[v] * factor);
+      shift[v] = finite_or_zero(m);
+      alpha[v] = exp2<>(state.maximum[v] - shift[v]);
+      auto changed = alpha[v] != 1;
+      for (int i = 0; i < N; ++i) rescale |= changed[i] != 0;
+      state.maximum[v] = m;
+    }
+    const bool dropout = q.has_dropout();
+    constexpr int kUnroll = kPairs ? 2 : 1;
+    for (int64_t j = 0; j < keys; j += kUnroll) {
+      V p[kUnroll][NV];
+      for (int u = 0; u < kUnroll; ++u)
+        for (int v = 0; v < NV; ++v) {
+          p[u][v] = exp2<kExpDegree>(load(tile_scores + (j + u) * kTile + v * N) * factor - shift[v]);
+          sum[v] += p[u][v];
+          if (dropout) p[u][v] *= dropout_keep(q, tile, v, block.begin + span.begin + j + u);
+        }
+      for (int v = 0; v < NV; ++v) {
+        if constexpr (kPairs)
+          store_pair(weights + (span.begin + j) * kTile + v * 2 * N, p[0][v], p[1][v]);
+        else
+          store(tile_scores + j * kTile + v * N, p[0][v]);
+      }
+    }
+    for (int v = 0; v < NV; ++v) state.sum[v] = state.sum[v] * alpha[v] + sum[v];
+    if (rescale)
+      for (int64_t d = 0; d < q.p.Dv; ++d)
+        for (int v = 0; v < NV; ++v) {
+          A* at = state.out + d * kTile + v * N;
+          store(at, load(at) * alpha[v]);
+        }
+  }
+
+  static A sink(const AttentionParams& p, int64_t h) {  // log2 units
+    int64_t at = h * p.sinks.stride[0];
+    if (p.sinks.dtype == DType::f32) return A(static_cast<const float*>(p.sinks.data)[at]) * A(kLog2e);
+    return A(to_float(static_cast<const T*>(p.sinks.data)[at])) * A(kLog2e);
+  }
+
+  static void start_state(const Problem& q, const Tile& tile, bool with_sink, State& state) {
+    for (int v = 0; v < NV; ++v) {
+      state.maximum[v] = V{} - kInf;
+      state.sum[v] = V{};
+      if (q.p.sinks.data && with_sink)
+        for (int i = 0; i < N; ++i) {
+          A s = sink(q.p, tile.head[v * N + i]);
+          state.maximum[v][i] = s;
+          state.sum[v][i] = s == -kInf ? A(0) : A(1);
+        }
+    }
+  }
+
+  // Writes the rows of a finished tile: out = out^T / sum, lse = ln(2) (maximum + log2(sum)).
+  static void finish_tile(const Problem& q, const Tile& tile, State& state) {
+    const AttentionParams& p = q.p;
+    V inverse[NV];
+    for (int v = 0; v < NV; ++v) {
+      inverse[v] = A(1) / state.sum[v];
+      for (int i = 0; i < N; ++i)
+        if (!tile.seen[v * N + i]) inverse[v][i] = 0;
+    }
+    T* out = static_cast<T*>(p.out.data);
+    for (int v = 0; v < NV; ++v)
+      for (int64_t d = 0; d < p.Dv; d += N) {
+        V block[N];
+        for (int i = 0; i < N; ++i) block[i] = d + i < p.Dv ? load(state.out + (d + i) * kTile + v * N) * inverse[v] : V{};
+        transpose<A>(block);
+        for (int i = 0; i < N; ++i) {
+          int r = v * N + i;
+          if (r >= tile.count) break;
+          T* row = out + offset(p.out, tile.b, tile.head[r], tile.row[r]);
+          store_row<A>(row + d, 1, p.Dv - d, tile.seen[r] ? block[i] : V{});
+        }
+      }
+    A* lse = static_cast<A*>(p.lse.data);
+    for (int r = 0; r < tile.count; ++r) {
+      A m = state.maximum[r / N][r % N], sum = state.sum[r / N][r % N];
+      A value = sum == 0 ? -kInf : (m + A(__builtin_log2(sum))) * A(kLn2);
+      lse[(tile.b * p.H + tile.head[r]) * p.L + tile.row[r]] = value;
+    }
+  }
+
+  struct Partial {  // of one tile and key split
+    A maximum[kTile], sum[kTile];
+  };
+
+  static int64_t tiles_per_task(const Problem& q, int threads, int64_t panel) {
+    // Enough tasks that uneven ones balance, few enough that a packed key block is shared; panels stay in L2.
+    int64_t all = q.p.B * q.p.Hkv * q.tiles;
+    int64_t fit = max(1, (512 << 10) / (panel * kTile * int64_t(sizeof(A))));
+    return max(1, min(min(8, fit), all / (int64_t(threads) * 6)));
+  }
+  // Keys are split over tasks when there are few tiles (decoding). A function of the shape alone, so that results
+  // do not depend on the number of threads.
+  static int64_t key_splits(const Problem& q) {
+    int64_t tiles = q.p.B * q.p.Hkv * q.tiles, keys = q.key_end - q.key_begin;
+    return max(1, min(64 / max(tiles, 1), keys / 512));
+  }
+
+  static void forward(const AttentionParams& p, const Parallel& parallel) {
+    if (p.B * p.H * p.L == 0) return;
+    Problem q(p);
+    const int64_t splits = key_splits(q);
+    const int64_t per_task = splits > 1 ? 1 : tiles_per_task(q, parallel.threads, q.depth + q.p.Dv);
+    const int64_t rows_v = round_up(p.Dv, Format::kRows);
+    const int64_t tasks_per_head = (q.tiles + per_task - 1) / per_task;
+    const int64_t keys = q.key_end - q.key_begin;
+    const int64_t per_split = splits > 1 ? round_up((keys + splits - 1) / splits, kBlock) : keys;
+    const int64_t partials = splits > 1 ? p.B * p.Hkv * q.tiles * splits : 0;
+    const int64_t partial_size = rows_v * kTile + 2 * kTile;
+    A* partial = partials ? static_cast<A*>(std::malloc(size_t(partials * partial_size) * sizeof(A))) : nullptr;
+    if (partials && !partial) throw std::bad_alloc();
+
+    for_each_task(parallel, p.B * p.Hkv * tasks_per_head * splits, [&](int64_t task, int) {
+      TileConfiguration configuration;
+      Arena& arena = thread_arena();
+      Arena::Scope scope(arena);
+      const int64_t split = task % splits, unit = task / splits;
+      // The last tiles first: under a causal mask they are the longest.
+      const int64_t head = unit / tasks_per_head, part = tasks_per_head - 1 - unit % tasks_per_head;
+      const int64_t b = head / p.Hkv, hk = head % p.Hkv;
+      const int64_t first = part * per_task, count = min(per_task, q.tiles - first);
+
+      Tile* tiles = arena.take<Tile>(count);
+      State* states = arena.take<State>(count);
+      E* panels = arena.take<E>(count * q.depth * kTile);
+      A* scores = arena.take<A>(kBlock * kTile);
+      A* bias = q.masked ? arena.take<A>(kBlock * kTile) : nullptr;
+      E* weights = kPairs ? arena.take<E>(kBlock * kTile) : nullptr;
+      KeyScratch scratch;
+      scratch.take(arena, q, false);
+      int64_t key_begin = p.S, key_end = 0;
+      for (int64_t t = 0; t < count; ++t) {
+        make_tile(q, b, hk, first + t, tiles[t]);
+        pack_transposed(tiles[t], p.query, p.D, q.depth, panels + t * q.depth * kTile);
+        states[t].out = arena.take_zero<A>(rows_v * kTile);
+        start_state(q, tiles[t], split == 0, states[t]);
+        key_begin = min(key_begin, tiles[t].lo_min);
+        key_end = max(key_end, tiles[t].hi_max);
+      }
+      if (splits > 1) {
+        key_begin = max(key_begin, round_down(q.key_begin, kBlock) + split * per_split);
+        key_end = min(key_end, round_down(q.key_begin, kBlock) + (split + 1) * per_split);
+      }
+      for (int64_t begin = round_down(key_begin, kBlock); begin < key_end; begin += kBlock) {
+        KeyBlock block = make_block(q, b, hk, begin, min(begin + kBlock, p.S), false, scratch);
+        for (int64_t t = 0; t < count; ++t) {
+          Span s = span(block, tiles[t]);
+          A factor;
+          if (s.empty() || !score_tile(q, tiles[t], panels + t * q.depth * kTile, block, s, scores, bias, nullptr, factor))
+            continue;
+          softmax_tile(q, tiles[t], block, s, scores, factor, weights, states[t]);
+          const E* operand;
+          if constexpr (kPairs)
+            operand = weights + s.begin * kTile;
+          else
+            operand = scores + s.begin * kTile;
+          Format::gemm(rows_v, kTile, s.end - s.begin, block.value_t.data + s.begin * block.value_t.columns,
+                       block.value_t.rows, block.value_t.columns, operand, kTile, states[t].out, kTile, true);
+        }
+      }
+      if (splits == 1) {
+        for (int64_t t = 0; t < count; ++t) finish_tile(q, tiles[t], states[t]);
+      } else {
+        A* to = partial + ((head * q.tiles + first) * splits + split) * partial_size;
+        std::memcpy(to, states[0].maximum, sizeof states[0].maximum);
+        std::memcpy(to + kTile, states[0].sum, sizeof states[0].sum);
+        std::memcpy(to + 2 * kTile, states[0].out, size_t(p.Dv * kTile) * sizeof(A));
+      }
+    });
+
+    if (splits > 1)  // merge in order of the splits
+      for_each_task(parallel, p.B * p.Hkv * q.tiles, [&](int64_t task, int) {
+        Arena& arena = thread_arena();
+        Arena::Scope scope(arena);
+        Tile& tile = *arena.take<Tile>(1);
+        make_tile(q, task / q.tiles / p.Hkv, task / q.tiles % p.Hkv, task % q.tiles, tile);
+        State state;
+        state.out = arena.take_zero<A>(rows_v * kTile);
+        const A* from = partial + task * splits * partial_size;
+        for (int v = 0; v < NV; ++v) {
+          V top = V{} - kInf;
+          for (int64_t s = 0; s < splits; ++s) top = maximum(top, load(from + s * partial_size + v * N));
+          state.maximum[v] = top;
+          state.sum[v] = V{};
+          V shift = finite_or_zero(top);
+          for (int64_t s = 0; s < splits; ++s) {
+            const A* part = from + s * partial_size;
+            V alpha = exp2<>(load(part + v * N) - shift);
+            state.sum[v] += load(part + kTile + v * N) * alpha;
+            for (int64_t d = 0; d < p.Dv; ++d) {
+              A* at = state.out + d * kTile + v * N;
+              store(at, load(at) + load(part + (2 + d) * kTile + v * N) * alpha);
+            }
+          }
+        }
+        finish_tile(q, tile, state);
+      });
+    std::free(partial);
+  }
+
+  // --- backward -----------------------------------------------------------------------------------------------------
+  //
+  // With P = exp(score - lse), dP = dO V^T and delta = rowsum(dO * O) - dlse, the gradient of a (masked, biased) score
+  // is dS = P * (dP - delta). Everything else is a product with P or dS.
+
+  struct GradTile {
+    V delta[NV], lse[NV];  // lse in log2 units; +inf on rows that see nothing, so that their P is 0
+    V alibi[NV];           // sum of dS * distance per row
+    E *query_t, *query, *grad_out_t, *grad_out;
+    A* grad_query_t;       // [D][kTile]
+  };
+  struct GradScratch {
+    A *scores, *grad_weights, *bias, *bend;
+    E *weights_rows, *grad_rows, *grad_pairs;  // pair format: P and dS with pairs along the rows, dS along the keys
+    int64_t columns, columns_v;                // D and Dv as padded in grad_key, grad_value and the row panels
+    void take(Arena& arena, const Problem& q) {
+      scores = arena.take<A>(kBlock * kTile);
+      grad_weights = arena.take<A>(kBlock * kTile);
+      bias = q.masked ? arena.take<A>(kBlock * kTile) : nullptr;
+      bend = q.p.softcap > 0 ? arena.take<A>(kBlock * kTile) : nullptr;
+      weights_rows = kPairs ? arena.take<E>(kBlock * kTile) : nullptr;
+      grad_rows = kPairs ? arena.take<E>(kBlock * kTile) : nullptr;
+      grad_pairs = kPairs ? arena.take<E>(kBlock * kTile) : nullptr;
+      columns = round_up(q.p.D, N);
+      columns_v = round_up(q.p.Dv, N);
+    }
+  };
+
+  static void reserve(const Problem& q, const GradScratch& scratch, Arena& arena, GradTile& g) {
+    g.query_t = arena.take<E>(q.depth * kTile);
+    g.grad_out_t = arena.take<E>(q.depth_v * kTile);
+    g.query = arena.take<E>(kTile * scratch.columns);
+    g.grad_out = arena.take<E>(kTile * scratch.columns_v);
+    g.grad_query_t = arena.take<A>(round_up(q.p.D, Format::kRows) * kTile);
+  }
+  static void prepare(const Problem& q, const AttentionGradParams& p, const Tile& tile, const GradScratch& scratch,
+                      GradTile& g) {
+    pack_transposed(tile, p.query, p.D, q.depth, g.query_t);
+    pack_transposed(tile, p.grad_out, p.Dv, q.depth_v, g.grad_out_t);
+    pack_rows(tile, p.query, p.D, scratch.columns, g.query);
+    pack_rows(tile, p.grad_out, p.Dv, scratch.columns_v, g.grad_out);
+    std::memset(static_cast<void*>(g.grad_query_t), 0, size_t(round_up(p.D, Format::kRows) * kTile) * sizeof(A));
+    const A* lse = static_cast<const A*>(p.lse.data);
+    const A* grad_lse = static_cast<const A*>(p.grad_lse.data);
+    for (int r = 0; r < kTile; ++r) {
+      A delta = 0, level = kInf;
+      const int64_t h = tile.head[r], i = tile.row[r];
+      if (r < tile.count) {
+        if (tile.seen[r]) {
+          const T* out = static_cast<const T*>(p.out.data) + offset(p.out, tile.b, h, i);
+          const T* grad = static_cast<const T*>(p.grad_out.data) + offset(p.grad_out, tile.b, h, i);
+          V sum{};
+          for (int64_t d = 0; d < p.Dv; d += N)
+            sum += load_row<A>(out + d, 1, p.Dv - d) * load_row<A>(grad + d * p.grad_out.stride[3], p.grad_out.stride[3], p.Dv - d);
+          delta = reduce_add<A>(sum);
+          level = lse[(tile.b * p.H + h) * p.L + i] * A(kLog2e);
+        }
+        if (grad_lse) delta -= grad_lse[offset(p.grad_lse, tile.b, h, i)];
+      }
+      g.delta[r / N][r % N] = delta;
+      g.lse[r / N][r % N] = level;
+    }
+    for (int v = 0; v < NV; ++v) g.alibi[v] = V{};
+  }
+
+  // dS for one tile and key block into scratch.grad_weights (before the softcap's derivative); in pair format also the
+  // operands of the products. scratch.scores becomes P after dropout.
+  static bool grad_score_tile(const Problem& q, const Tile& tile, GradTile& g, const KeyBlock& block, Span span,
+                              const GradScratch& scratch) {
+    A factor;
+    if (!score_tile(q, tile, g.query_t, block, span, scratch.scores, scratch.bias, scratch.bend, factor)) return false;
+    const int64_t keys = span.end - span.begin, at = span.begin * kTile;
+    Format::gemm(keys, kTile, q.depth_v, block.value.data + span.begin * block.value.rows, block.value.rows,
+                 block.value.columns, g.grad_out_t, kTile, scratch.grad_weights + at, kTile, false);
+    const bool dropout = q.has_dropout();
+    for (int64_t j = 0; j < keys; ++j)
+      for (int v = 0; v < NV; ++v) {
+        const int64_t x = at + j * kTile + v * N, key = block.begin + span.begin + j;
+        V s = load(scratch.scores + x);
+        V p = exp2<kExpDegree>(s * factor - g.lse[v]);
+        V dp = load(scratch.grad_weights + x);
+        V kept = p;
+        if (dropout) {
+          V keep = dropout_keep(q, tile, v, key);
+          kept = p * keep;
+          dp *= keep;
+        }
+        V ds = p * (dp - g.delta[v]);
+        ds = s == -kInf ? V{} : ds;
+        if (q.p.alibi.data) {
+          V distance = load(tile.diagonal + v * N) - A(key);
+          g.alibi[v] += ds * (distance < 0 ? -distance : distance);
+        }
+        store(scratch.grad_weights + x, ds);
+        if constexpr (kPairs) {
+          if (scratch.bend) ds *= load(scratch.bend + x);
+          store(scratch.scores + x, ds);
+          round_store(scratch.weights_rows + x, kept);
+          round_store(scratch.grad_rows + x, ds);
+        } else {
+          store(scratch.scores + x, kept);
+        }
+      }
+    return true;
+  }
+
+  static void grad_products(const Problem& q, GradTile& g, const KeyBlock& block, Span span, const GradScratch& scratch,
+                            A* grad_key, A* grad_value) {
+    const int64_t keys = span.end - span.begin, at = span.begin * kTile;
+    const E *weights, *grads, *pairs;
+    if constexpr (kPairs) {
+      for (int64_t j = 0; j < keys; j += 2)
+        for (int v = 0; v < NV; ++v) {
+          const int64_t x = at + j * kTile + v * N;
+          store_pair(scratch.grad_pairs + at + j * kTile + v * 2 * N, load(scratch.scores + x), load(scratch.scores + x + kTile));
+        }
+      weights = scratch.weights_rows + at;
+      grads = scratch.grad_rows + at;
+      pairs = scratch.grad_pairs + at;
+    } else {
+      if (scratch.bend)
+        for (int64_t x = at; x < at + keys * kTile; x += N)
+          store(scratch.grad_weights + x, load(scratch.grad_weights + x) * load(scratch.bend + x));
+      weights = scratch.scores + at;
+      grads = pairs = scratch.grad_weights + at;
+    }
+    Format::gemm(keys, scratch.columns_v, kTile, weights, kTile, 1, g.grad_out, scratch.columns_v,
+                 grad_value + span.begin * scratch.columns_v, scratch.columns_v, true);
+    Format::gemm(keys, scratch.columns, kTile, grads, kTile, 1, g.query, scratch.columns,
+                 grad_key + span.begin * scratch.columns, scratch.columns, true);
+    Format::gemm(round_up(q.p.D, Format::kRows), kTile, keys, block.key_t.data + span.begin * block.key_t.columns,
+                 block.key_t.rows, block.key_t.columns, pairs, kTile, g.grad_query_t, kTile, true);
+  }
+
+  static int64_t mask_extent(const View& mask, int dimension, int64_t size) { return mask.stride[dimension] ? size : 1; }
+
+  // Adds or stores a [keys][kTile] tile of dS at rows (b, h, i), keys [begin, end) of the mask's gradient.
+  template <class M>
+  static void put_mask_grad(const View& view, const Tile& tile, int64_t begin, int64_t keys, const A* grad, bool add) {
+    M* data = static_cast<M*>(view.data);
+    for (int v = 0; v < NV; ++v)
+      for (int64_t j = 0; j < keys; j += N) {
+        V block[N];
+        for (int i = 0; i < N; ++i) block[i] = j + i < keys ? load(grad + (j + i) * kTile + v * N) : V{};
+        transpose<A>(block);
+        for (int i = 0; i < N; ++i) {
+          int r = v * N + i;
+          if (r >= tile.count) break;
+          M* to = data + offset(view, tile.b, tile.head[r], tile.row[r], begin + j);
+          if constexpr (sizeof(A) == 8 && sizeof(M) == 4) {
+            for (int64_t k = 0; k < min(N, keys - j); ++k) to[k] = M(A(to[k]) * A(add) + block[i][k]);
+          } else {
+            if (add) block[i] += load_row<A>(to, 1, keys - j);
+            store_row<A>(to, 1, keys - j, block[i]);
+          }
+        }
+      }
+  }
+  static void put_mask_grad(const View& view, const Tile& tile, int64_t begin, int64_t keys, const A* grad, bool add) {
+    if (view.dtype == DType::f32) return put_mask_grad<float>(view, tile, begin, keys, grad, add);
+    put_mask_grad<T>(view, tile, begin, keys, grad, add);
+  }
+
+  // Rows of grad_query (times scale) out of a tile's grad_query^T.
+  static void put_grad_query(const Problem& q, const View& view, const Tile& tile, const A* grad_t) {
+    T* data = static_cast<T*>(view.data);
+    for (int v = 0; v < NV; ++v)
+      for (int64_t d = 0; d < q.p.D; d += N) {
+        V block[N];
+        for (int i = 0; i < N; ++i) block[i] = d + i < q.p.D ? load(grad_t + (d + i) * kTile + v * N) * A(q.p.scale) : V{};
+        transpose<A>(block);
+        for (int i = 0; i < N; ++i) {
+          int r = v * N + i;
+          if (r >= tile.count) break;
+          T* row = data + offset(view, tile.b, tile.head[r], tile.row[r], d);
+          store_row<A>(row, view.stride[3], q.p.D - d, tile.seen[r] ? block[i] : V{});
+        }
+      }
+  }
+  // Rows [begin, end) of grad_key or grad_value. A key that no query sees has zero gradient even where a NaN of some
+  // query met its zero weight.
+  static void put_grad_keys(const Problem& q, const View& view, int64_t columns, int64_t b, int64_t hk, int64_t begin,
+                            int64_t end, const A* grad, int64_t padded, A scale) {
+    T* data = static_cast<T*>(view.data);
+    for (int64_t j = begin; j < end; ++j) {
+      const A* from = grad + (j - begin) * padded;
+      T* to = data + offset(view, b, hk, j);
+      V finite{};
+      for (int64_t d = 0; d < columns; d += N) finite += load(from + d) * A(0);
+      const bool hide = reduce_add<A>(finite) != 0 && !key_is_seen(q, b, hk, j);
+      for (int64_t d = 0; d < columns; d += N)
+        store_row<A>(to + d * view.stride[3], view.stride[3], columns - d, hide ? V{} : load(from + d) * scale);
+    }
+  }
+
+  static void backward(const AttentionGradParams& p, const Parallel& parallel) {
+    Problem q(p);
+    const int64_t heads = p.B * p.Hkv;
+    if (heads == 0) return;
+    const View& mask = p.grad_mask;
+    const bool whole = (mask.stride[2] || p.L == 1) && (mask.stride[3] || p.S == 1) && (mask.stride[1] || p.H == 1);
+    const bool accumulates = !mask.stride[0] && p.B > 1;
+    const bool accurate = mask.dtype == DType::f64 || (mask.dtype == DType::f32 && sizeof(A) == 4);
+    const bool fused_mask = mask.data && whole && (!accumulates || accurate);
+    if (mask.data) {
+      int64_t count = mask_extent(mask, 0, p.B) * mask_extent(mask, 1, p.H) * mask_extent(mask, 2, p.L) * mask_extent(mask, 3, p.S);
+      std::memset(mask.data, 0, size_t(count) * (mask.dtype == DType::f64 ? 8 : mask.dtype == DType::f32 ? 4 : 2));
+    }
+    // A mask shared by the batch is summed by the one task that owns its head, in order of the batch.
+    const bool by_head = fused_mask && accumulates;
+    const int64_t units = by_head ? p.Hkv : heads;
+    const int64_t keys = p.L > 0 ? max(q.key_end - q.key_begin, 0) : 0;
+    const int64_t chunks = max(1, min((4 * parallel.threads + units - 1) / units, keys / 512));
+    const int64_t per_chunk = max(kBlock, round_up((p.S + chunks - 1) / chunks, kBlock));
+    const int64_t tile_size = p.D * kTile;
+    A* partial = nullptr;
+    if (chunks > 1) {
+      partial = static_cast<A*>(std::malloc(size_t(chunks * heads * q.tiles * tile_size) * sizeof(A)));
+      if (!partial) throw std::bad_alloc();
+    }
+    A* alibi = nullptr;
+    if (p.grad_alibi.data) {
+      alibi = static_cast<A*>(std::calloc(size_t(chunks * p.B * p.H), sizeof(A)));
+      if (!alibi) {
+        std::free(partial);
+        throw std::bad_alloc();
+      }
+    }
+    if (p.grad_sinks.data) std::memset(p.grad_sinks.data, 0, size_t(p.B * p.H) * sizeof(A));
+
+    for_each_task(parallel, units * chunks, [&](int64_t task, int) {
+      TileConfiguration configuration;
+      const int64_t chunk = task % chunks, unit = task / chunks;
+      const int64_t chunk_begin = chunk * per_chunk, chunk_end = min(p.S, chunk_begin + per_chunk);
+      for (int64_t b = by_head ? 0 : unit / p.Hkv; b < (by_head ? p.B : unit / p.Hkv + 1); ++b)
+        backward_head(q, p, b, by_head ? unit : unit % p.Hkv, chunk, chunk_begin, max(chunk_begin, chunk_end), fused_mask,
+                      by_head && b > 0, partial ? partial + (chunk * heads) * q.tiles * tile_size : nullptr,
+                      alibi ? alibi + chunk * p.B * p.H : nullptr);
+    });
+
+    if (partial)
+      for_each_task(parallel, heads * q.tiles, [&](int64_t task, int) {
+        Arena& arena = thread_arena();
+        Arena::Scope scope(arena);
+        Tile& tile = *arena.take<Tile>(1);
+        make_tile(q, task / q.tiles / p.Hkv, task / q.tiles % p.Hkv, task % q.tiles, tile);
+        A* sum = partial + task * tile_size;
+        for (int64_t c = 1; c < chunks; ++c) {
+          const A* more = partial + (c * heads * q.tiles + task) * tile_size;
+          for (int64_t x = 0; x < tile_size; x += N) store(sum + x, load(sum + x) + load(more + x));
+        }
+        put_grad_query(q, p.grad_query, tile, sum);
+      });
+    if (alibi) {
+      A* to = static_cast<A*>(p.grad_alibi.data);
+      for (int64_t x = 0; x < p.B * p.H; ++x) {
+        A sum = 0;
+        for (int64_t c = 0; c < chunks; ++c) sum += alibi[c * p.B * p.H + x];
+        to[x] = -sum;
+      }
+    }
+    std::free(partial);
+    std::free(alibi);
+    if (mask.data && !fused_mask) mask_gradient(q, p, parallel);
+  }
+
+  // Everything that keys [chunk_begin, chunk_end) of one key/value head contribute.
+  static void backward_head(const Problem& q, const AttentionGradParams& p, int64_t b, int64_t hk, int64_t chunk,
+                            int64_t chunk_begin, int64_t chunk_end, bool fused_mask, bool add_mask, A* partial, A* alibi) {
+    Arena& arena = thread_arena();
+    Arena::Scope scope(arena);
+    GradScratch scratch;
+    scratch.take(arena, q);
+    KeyScratch key_scratch;
+    key_scratch.take(arena, q, true);
+    const int64_t span_keys = round_up(chunk_end - chunk_begin, kBlock);
+    A* grad_key = arena.take_zero<A>(span_keys * scratch.columns);
+    A* grad_value = arena.take_zero<A>(span_keys * scratch.columns_v);
+    const int64_t together = max(1, min(8, (512 << 10) / (2 * (q.depth + q.depth_v) * kTile * int64_t(sizeof(A)))));
+    Tile* tiles = arena.take<Tile>(together);
+    GradTile* grads = arena.take<GradTile>(together);
+    // Panels of the tiles in flight are the same size every time: take them once.
+    for (int64_t t = 0; t < together; ++t) reserve(q, scratch, arena, grads[t]);
+
+    for (int64_t first = 0; first < q.tiles; first += together) {
+      const int64_t count = min(together, q.tiles - first);
+      int64_t key_begin = p.S, key_end = 0;
+      for (int64_t t = 0; t < count; ++t) {
+        make_tile(q, b, hk, first + t, tiles[t]);
+        prepare(q, p, tiles[t], scratch, grads[t]);
+        key_begin = min(key_begin, tiles[t].lo_min);
+        key_end = max(key_end, tiles[t].hi_max);
+      }
+      key_begin = max(key_begin, chunk_begin);
+      key_end = min(key_end, chunk_end);
+      for (int64_t begin = round_down(key_begin, kBlock); begin < key_end; begin += kBlock) {
+        KeyBlock block = make_block(q, b, hk, begin, min(begin + kBlock, p.S), true, key_scratch);
+        for (int64_t t = 0; t < count; ++t) {
+          Span s = span(block, tiles[t]);
+          if (s.empty() || !grad_score_tile(q, tiles[t], grads[t], block, s, scratch)) continue;
+          if (fused_mask)
+            put_mask_grad(p.grad_mask, tiles[t], begin + s.begin, min(s.end, block.end - begin) - s.begin,
+                          scratch.grad_weights + s.begin * kTile, add_mask);
+          grad_products(q, grads[t], block, s, scratch, grad_key + (begin - chunk_begin) * scratch.columns,
+                        grad_value + (begin - chunk_begin) * scratch.columns_v);
+        }
+      }
+      for (int64_t t = 0; t < count; ++t) {
+        if (partial)
+          std::memcpy(partial + ((b * p.Hkv + hk) * q.tiles + first + t) * p.D * kTile, grads[t].grad_query_t,
+                      size_t(p.D * kTile) * sizeof(A));
+        else
+          put_grad_query(q, p.grad_query, tiles[t], grads[t].grad_query_t);
+        for (int r = 0; r < tiles[t].count; ++r) {
+          const int64_t h = tiles[t].head[r];
+          if (alibi) alibi[b * p.H + h] += grads[t].alibi[r / N][r % N];
+          if (p.grad_sinks.data && chunk == 0) {
+            // The sink is a score whose value vector is zero: dS = P_sink (0 - delta).
+            A level = static_cast<const A*>(p.lse.data)[(b * p.H + h) * p.L + tiles[t].row[r]] * A(kLog2e);
+            V weight = exp2<>(V{} + (sink(p, h) - level));
+            static_cast<A*>(p.grad_sinks.data)[b * p.H + h] -= weight[0] * grads[t].delta[r / N][r % N];
+          }
+        }
+      }
+    }
+    put_grad_keys(q, p.grad_key, p.D, b, hk, chunk_begin, chunk_end, grad_key, scratch.columns, A(p.scale));
+    put_grad_keys(q, p.grad_value, p.Dv, b, hk, chunk_begin, chunk_end, grad_value, scratch.columns_v, A(1));
+  }
+
+  // The gradient of a mask whose elements are shared by several scores: scores are formed once more, so that each
+  // element is summed in full precision, in a fixed order, and rounded once.
+  static void mask_gradient(const Problem& q, const AttentionGradParams& p, const Parallel& parallel) {
+    const View& mask = p.grad_mask;
+    const int64_t batches = mask_extent(mask, 0, p.B), heads = mask_extent(mask, 1, p.H);
+    const int64_t row_tiles = (p.L + kTile - 1) / kTile, key_blocks = (p.S + kBlock - 1) / kBlock;
+    const bool rows_shared = !mask.stride[2], keys_shared = !mask.stride[3];
+    const int64_t outer_rows = rows_shared ? 1 : row_tiles, outer_keys = keys_shared ? 1 : key_blocks;
+    for_each_task(parallel, batches * heads * outer_rows * outer_keys, [&](int64_t task, int) {
+      TileConfiguration configuration;
+      Arena& arena = thread_arena();
+      Arena::Scope scope(arena);
+      GradScratch scratch;
+      scratch.take(arena, q);
+      KeyScratch key_scratch;
+      key_scratch.take(arena, q, true);
+      A* sum = arena.take_zero<A>(kBlock * kTile);
+      Tile& tile = *arena.take<Tile>(1);
+      GradTile& g = *arena.take<GradTile>(1);
+      reserve(q, scratch, arena, g);
+      const int64_t key_task = task % outer_keys, row_task = task / outer_keys % outer_rows;
+      const int64_t mb = task / outer_keys / outer_rows / heads, mh = task / outer_keys / outer_rows % heads;
+      for (int64_t b = mb; b < (batches == 1 ? p.B : mb + 1); ++b)
+        for (int64_t h = mh; h < (heads == 1 ? p.H : mh + 1); ++h)
+          for (int64_t rt = row_task; rt < (rows_shared ? row_tiles : row_task + 1); ++rt) {
+            make_tile_of_head(q, b, h, rt * kTile, tile);
+            prepare(q, p, tile, scratch, g);
+            for (int64_t kb = key_task; kb < (keys_shared ? key_blocks : key_task + 1); ++kb) {
+              if (kb * kBlock >= tile.hi_max || (kb + 1) * kBlock <= tile.lo_min) continue;
+              KeyBlock block = make_block(q, b, h / q.group, kb * kBlock, min((kb + 1) * kBlock, p.S), true, key_scratch);
+              Span s = span(block, tile);
+              if (s.empty() || !grad_score_tile(q, tile, g, block, s, scratch)) continue;
+              const int64_t end = min(s.end, block.end - block.begin);
+              for (int64_t j = s.begin; j < end; ++j)
+                for (int v = 0; v < NV; ++v) {
+                  A* at = sum + (keys_shared ? 0 : j * kTile) + v * N;
+                  store(at, load(at) + load(scratch.grad_weights + j * kTile + v * N));
+                }
+            }
+          }
+      const int64_t key_begin = key_task * kBlock;
+      const int64_t keys = keys_shared ? 1 : min(kBlock, p.S - key_begin);
+      if (rows_shared) {
+        for (int64_t j = 0; j < keys; ++j) {
+          A total = 0;
+          for (int v = 0; v < NV; ++v) total += reduce_add<A>(load(sum + j * kTile + v * N));
+          store(sum + j * kTile, V{} + total);
+        }
+        tile.count = 1;
+        tile.row[0] = 0;
+      }
+      tile.b = mb;
+      for (int r = 0; r < tile.count; ++r) tile.head[r] = mh;
+      if (row_tiles && key_blocks) put_mask_grad(mask, tile, key_begin, keys, sum, false);
+    });
+  }
+
+  // --- weights ------------------------------------------------------------------------------------------------------
+
+  static void weights(const AttentionWeightsParams& p, const Parallel& parallel) {
+    Problem q(p);
+    const int64_t row_tiles = (p.L + kTile - 1) / kTile;
+    const int64_t outer = p.average ? 1 : p.H, inner = p.average ? p.H : 1;
+    const A factor_out = A(1) / A(inner);
+    for_each_task(parallel, p.B * outer * row_tiles, [&](int64_t task, int) {
+      TileConfiguration configuration;
+      Arena& arena = thread_arena();
+      Arena::Scope scope(arena);
+      const int64_t rt = task % row_tiles, h0 = task / row_tiles % outer, b = task / row_tiles / outer;
+      Tile* tiles = arena.take<Tile>(inner);
+      E* panels = arena.take<E>(inner * q.depth * kTile);
+      A* levels = arena.take<A>(inner * kTile);
+      A* scores = arena.take<A>(kBlock * kTile);
+      A* sum = arena.take<A>(kBlock * kTile);
+      A* bias = q.masked ? arena.take<A>(kBlock * kTile) : nullptr;
+      KeyScratch scratch;
+      scratch.take(arena, q, false);
+      for (int64_t x = 0; x < inner; ++x) {
+        make_tile_of_head(q, b, h0 + x, rt * kTile, tiles[x]);
+        pack_transposed(tiles[x], p.query, p.D, q.depth, panels + x * q.depth * kTile);
+        for (int r = 0; r < kTile; ++r) {
+          const A lse = static_cast<const A*>(p.lse.data)[(b * p.H + h0 + x) * p.L + tiles[x].row[r]];
+          levels[x * kTile + r] = tiles[x].seen[r] ? lse * A(kLog2e) : kInf;
+        }
+      }
+      for (int64_t begin = 0; begin < p.S; begin += kBlock) {
+        const int64_t end = min(begin + kBlock, p.S);
+        std::memset(static_cast<void*>(sum), 0, size_t(kBlock * kTile) * sizeof(A));
+        KeyBlock block{};
+        for (int64_t x = 0; x < inner; ++x) {
+          if (x == 0 || (h0 + x) % q.group == 0) block = make_block(q, b, (h0 + x) / q.group, begin, end, false, scratch);
+          Span s = span(block, tiles[x]);
+          A factor;
+          if (s.empty() || !score_tile(q, tiles[x], panels + x * q.depth * kTile, block, s, scores, bias, nullptr, factor))
+            continue;
+          for (int64_t j = s.begin; j < min(s.end, end - begin); ++j)
+            for (int v = 0; v < NV; ++v) {
+              V w = exp2<kExpDegree>(load(scores + j * kTile + v * N) * factor - load(levels + x * kTile + v * N));
+              if (q.has_dropout()) w *= dropout_keep(q, tiles[x], v, begin + j);
+              A* at = sum + j * kTile + v * N;
+              store(at, load(at) + w * factor_out);
+            }
+        }
+        put_mask_grad(p.weights, tiles[0], begin, end - begin, sum, false);
+      }
+    });
+  }
+};
+
+template <template <class> class Run, class Params>
+void dispatch(const Params& p, const Parallel& parallel) {
+  switch (p.query.dtype) {
+    case DType::f32: return Run<float>::run(p, parallel);
+    case DType::f64: return Run<double>::run(p, parallel);
+    case DType::bf16: return Run<bf16>::run(p, parallel);
+    default: return Run<f16>::run(p, parallel);
+  }
+}
+template <class T>
+struct Forward {
+  static void run(const AttentionParams& p, const Parallel& parallel) { Attention<T>::forward(p, parallel); }
+};
+template <class T>
+struct Backward {
+  static void run(const AttentionGradParams& p, const Parallel& parallel) { Attention<T>::backward(p, parallel); }
+};
+template <class T>
+struct Weights {
+  static void run(const AttentionWeightsParams& p, const Parallel& parallel) { Attention<T>::weights(p, parallel); }
+};
+
+}  // namespace
+
+extern const AttentionKernels attention_kernels;
+const AttentionKernels attention_kernels = {dispatch<Forward, AttentionParams>, dispatch<Backward, AttentionGradParams>,
+                                            dispatch<Weights, AttentionWeightsParams>};
+
+}  // namespace fastattn::FASTATTN_ISA

@@ -1,0 +1,236 @@
+// The register-blocked products of the CPU kernels: C[M, N] (+)= A[M, K] B[K, N].
+// A is read where it lies, through a row and a column stride, one scalar (or bf16 pair) broadcast at a time; B is a
+// packed panel whose rows are vectors. So keys and values are never repacked for the scores: only the query panel is.
+//
+// An operand format says how products are formed:
+//   Plain<E>  E in {float, double}: one FMA per element; B is [K][ldb]
+//   Pair      bf16 pairs along K, accumulated in fp32; B is [K/2][ldb][2]: vdpbf16ps, or AMX tiles where compiled
+#pragma once
+#include "simd.h"
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+// Accumulator rows per call: as many as the registers hold beside NV operand vectors and one broadcast.
+constexpr int kMaxRows = kVectorRegisters == 32 ? 14 : 6;
+constexpr int kColumns = 2;  // vectors per accumulator row
+
+template <class E>
+struct Plain {
+  using Element = E;
+  using Accumulator = E;
+  static constexpr int kStep = 1;     // elements along K that one multiplication takes
+  static constexpr int kDepth = 1;    // K must be a multiple of this
+  static constexpr int kRows = 1;     // M must be a multiple of this
+  static constexpr bool kCopiesValues = false;
+
+  template <int MR, int NV, bool kUnitRows>
+  static void tile(int64_t K, const E* a, int64_t rs, int64_t cs, const E* b, int64_t ldb, E* c, int64_t ldc,
+                   bool accumulate) {
+    constexpr int N = kLanes<E>;
+    if constexpr (kUnitRows) rs = 1;
+    Vec<E> acc[MR][NV];
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) acc[m][v] = accumulate ? load(c + m * ldc + v * N) : Vec<E>{};
+    for (int64_t k = 0; k < K; ++k) {
+      Vec<E> bv[NV];
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) bv[v] = load(b + v * N);
+#pragma GCC unroll 16
+      for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; ++v) acc[m][v] += a[m * rs] * bv[v];
+      a += cs;
+      b += ldb;
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) store(c + m * ldc + v * N, acc[m][v]);
+  }
+
+  using Tile = void (*)(int64_t, const E*, int64_t, int64_t, const E*, int64_t, E*, int64_t, bool);
+  template <int NV, bool kUnitRows, int... MR>
+  static constexpr void fill(Tile* table, std::integer_sequence<int, MR...>) {
+    ((table[MR] = tile<MR + 1, NV, kUnitRows>), ...);
+  }
+  struct Table {
+    Tile at[2][2][kMaxRows];
+    constexpr Table() : at() {
+      using Rows = std::make_integer_sequence<int, kMaxRows>;
+      fill<1, false>(at[0][0], Rows{});
+      fill<1, true>(at[0][1], Rows{});
+      fill<2, false>(at[1][0], Rows{});
+      fill<2, true>(at[1][1], Rows{});
+    }
+  };
+  static constexpr Table table{};
+
+  // N is a multiple of the vector length.
+  static void gemm(int64_t M, int64_t N, int64_t K, const E* a, int64_t rs, int64_t cs, const E* b, int64_t ldb, E* c,
+                   int64_t ldc, bool accumulate) {
+    // Equal shares: 64 rows are 13+13+13+13+12, never 14+14+14+14+8.
+    int64_t calls = (M + kMaxRows - 1) / kMaxRows;
+    constexpr int64_t kWide = kColumns * kLanes<E>;
+    for (int64_t n = 0; n < N; n += kWide) {
+      const Tile* tiles = table.at[N - n >= kWide][rs == 1];
+      for (int64_t call = 0, m = 0; call < calls; ++call) {
+        int64_t rows = (M - m + calls - call - 1) / (calls - call);
+        tiles[rows - 1](K, a + m * rs, rs, cs, b + n, ldb, c + m * ldc + n, ldc, accumulate);
+        m += rows;
+      }
+    }
+  }
+};
+
+#if defined(__AVX512BF16__)
+struct Pair {
+  using Element = bf16;
+  using Accumulator = float;
+  static constexpr int kStep = 2;
+#if defined(__AMX_BF16__)
+  static constexpr int kDepth = 32;
+  static constexpr int kRows = 16;
+#else
+  static constexpr int kDepth = 2;
+  static constexpr int kRows = 1;
+#endif
+  static constexpr bool kCopiesValues = true;
+
+#if defined(__AMX_BF16__)
+  // Tiles 0-3 accumulate 32 x 32, 4-5 hold A (16 rows of 32 elements), 6-7 hold B (16 pairs of 16 columns).
+  template <int MT, int NT>
+  static FASTATTN_INLINE void tiles(int64_t K, const bf16* a, int64_t rs, const bf16* b, int64_t ldb, float* c,
+                                    int64_t ldc, bool accumulate) {
+    const int64_t sa = rs * 2, sb = ldb * 4, sc = ldc * 4;
+    if (accumulate) {
+      _tile_loadd(0, c, sc);
+      if constexpr (NT > 1) _tile_loadd(1, c + 16, sc);
+      if constexpr (MT > 1) _tile_loadd(2, c + 16 * ldc, sc);
+      if constexpr (MT > 1 && NT > 1) _tile_loadd(3, c + 16 * ldc + 16, sc);
+    } else {
+      _tile_zero(0);
+      if constexpr (NT > 1) _tile_zero(1);
+      if constexpr (MT > 1) _tile_zero(2);
+      if constexpr (MT > 1 && NT > 1) _tile_zero(3);
+    }
+    for (int64_t k = 0; k < K; k += 32) {
+      _tile_loadd(4, a + k, sa);
+      _tile_loadd(6, b + k * ldb, sb);
+      _tile_dpbf16ps(0, 4, 6);
+      if constexpr (NT > 1) {
+        _tile_loadd(7, b + k * ldb + 32, sb);
+        _tile_dpbf16ps(1, 4, 7);
+      }
+      if constexpr (MT > 1) {
+        _tile_loadd(5, a + 16 * rs + k, sa);
+        _tile_dpbf16ps(2, 5, 6);
+        if constexpr (NT > 1) _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, c, sc);
+    if constexpr (NT > 1) _tile_stored(1, c + 16, sc);
+    if constexpr (MT > 1) _tile_stored(2, c + 16 * ldc, sc);
+    if constexpr (MT > 1 && NT > 1) _tile_stored(3, c + 16 * ldc + 16, sc);
+  }
+  static void gemm(int64_t M, int64_t N, int64_t K, const bf16* a, int64_t rs, int64_t, const bf16* b, int64_t ldb,
+                   float* c, int64_t ldc, bool accumulate) {
+    for (int64_t n = 0; n < N; n += 32)
+      for (int64_t m = 0; m < M; m += 32) {
+        const bf16* am = a + m * rs;
+        const bf16* bn = b + n * 2;
+        float* cmn = c + m * ldc + n;
+        if (M - m > 16)
+          N - n > 16 ? tiles<2, 2>(K, am, rs, bn, ldb, cmn, ldc, accumulate)
+                     : tiles<2, 1>(K, am, rs, bn, ldb, cmn, ldc, accumulate);
+        else
+          N - n > 16 ? tiles<1, 2>(K, am, rs, bn, ldb, cmn, ldc, accumulate)
+                     : tiles<1, 1>(K, am, rs, bn, ldb, cmn, ldc, accumulate);
+      }
+  }
+#else
+  template <int MR, int NV>
+  static void tile(int64_t K, const bf16* a, int64_t rs, const bf16* b, int64_t ldb, float* c, int64_t ldc,
+                   bool accumulate) {
+    constexpr int N = kLanes<float>;
+    __m512 acc[MR][NV];
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v)
+        acc[m][v] = accumulate ? _mm512_loadu_ps(c + m * ldc + v * N) : _mm512_setzero_ps();
+    for (int64_t k = 0; k < K; k += 2) {
+      __m512bh bv[NV];
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) bv[v] = (__m512bh)_mm512_loadu_si512(b + v * 2 * N);
+#pragma GCC unroll 16
+      for (int m = 0; m < MR; ++m) {
+        int pair;
+        __builtin_memcpy(&pair, a + m * rs, sizeof pair);
+        __m512bh av = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; ++v) acc[m][v] = _mm512_dpbf16_ps(acc[m][v], av, bv[v]);
+      }
+      a += 2;
+      b += ldb * 2;
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) _mm512_storeu_ps(c + m * ldc + v * N, acc[m][v]);
+  }
+  using Tile = void (*)(int64_t, const bf16*, int64_t, const bf16*, int64_t, float*, int64_t, bool);
+  template <int NV, int... MR>
+  static constexpr void fill(Tile* table, std::integer_sequence<int, MR...>) {
+    ((table[MR] = tile<MR + 1, NV>), ...);
+  }
+  struct Table {
+    Tile at[2][kMaxRows];
+    constexpr Table() : at() {
+      fill<1>(at[0], std::make_integer_sequence<int, kMaxRows>{});
+      fill<2>(at[1], std::make_integer_sequence<int, kMaxRows>{});
+    }
+  };
+  static const Table& table() {
+    static constexpr Table all;
+    return all;
+  }
+  static void gemm(int64_t M, int64_t N, int64_t K, const bf16* a, int64_t rs, int64_t, const bf16* b, int64_t ldb,
+                   float* c, int64_t ldc, bool accumulate) {
+    int64_t calls = (M + kMaxRows - 1) / kMaxRows;
+    constexpr int64_t kWide = kColumns * kLanes<float>;
+    for (int64_t n = 0; n < N; n += kWide) {
+      const Tile* tiles = table().at[N - n >= kWide];
+      for (int64_t call = 0, m = 0; call < calls; ++call) {
+        int64_t rows = (M - m + calls - call - 1) / (calls - call);
+        tiles[rows - 1](K, a + m * rs, rs, b + n * 2, ldb, c + m * ldc + n, ldc, accumulate);
+        m += rows;
+      }
+    }
+  }
+#endif
+};
+#endif
+
+// AMX tiles must be configured once per thread and call; a no-op for every other variant.
+struct TileConfiguration {
+#if defined(__AMX_BF16__)
+  TileConfiguration() {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t columns[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } configuration;
+    _tile_loadconfig(&configuration);
+  }
+  ~TileConfiguration() { _tile_release(); }
+#else
+  TileConfiguration() {}
+  ~TileConfiguration() {}
+#endif
+};
+
+}  // namespace
+}  // namespace fastattn::FASTATTN_ISA

@@ -1,0 +1,38 @@
+// Work distribution for the CPU kernels. The thread pool is the caller's (torch's own): a kernel asks it to run
+// one worker per thread and each worker takes the next task from a shared counter, so that unequal tasks balance.
+#pragma once
+#include <atomic>
+#include <cstdint>
+
+namespace fastattn {
+
+struct Parallel {
+  int threads;
+  // Calls body(context, worker) for every worker in [0, workers), on up to `threads` threads; returns when all are done.
+  void (*run)(int workers, void (*body)(void* context, int worker), void* context);
+};
+
+// f(task, worker) for every task in [0, tasks), in ascending order per worker.
+// Which worker gets a task is not repeatable; what a task computes must not depend on it.
+template <class F>
+static inline void for_each_task(const Parallel& parallel, int64_t tasks, F&& f) {
+  int workers = tasks < parallel.threads ? int(tasks) : parallel.threads;
+  if (workers <= 1) {
+    for (int64_t task = 0; task < tasks; ++task) f(task, 0);
+    return;
+  }
+  struct Context {
+    F& f;
+    std::atomic<int64_t> next;
+    int64_t tasks;
+  } context{f, {0}, tasks};
+  parallel.run(
+      workers,
+      [](void* opaque, int worker) {
+        auto& c = *static_cast<Context*>(opaque);
+        for (int64_t task; (task = c.next.fetch_add(1, std::memory_order_relaxed)) < c.tasks;) c.f(task, worker);
+      },
+      &context);
+}
+
+}  // namespace fastattn

@@ -1,0 +1,324 @@
+// Width-agnostic vectors for the CPU kernels: compiler vector extensions as wide as the instruction set that this
+// translation unit is compiled for. Everything sits in an anonymous namespace inside the variant's own, so that no
+// function compiled for AVX-512 can be taken by the linker for the baseline.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "attention.h"
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+#define FASTATTN_INLINE __attribute__((always_inline)) inline
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+constexpr int kVectorRegisters = 32;
+#elif defined(__AVX__)
+constexpr int kVectorBytes = 32;
+constexpr int kVectorRegisters = 16;
+#else
+constexpr int kVectorBytes = 16;
+#if defined(__aarch64__)
+constexpr int kVectorRegisters = 32;
+#else
+constexpr int kVectorRegisters = 16;
+#endif
+#endif
+
+template <class E>
+struct VecOf {
+  typedef E type __attribute__((vector_size(kVectorBytes)));
+};
+template <class E>
+using Vec = typename VecOf<E>::type;
+template <class E>
+constexpr int kLanes = kVectorBytes / int(sizeof(E));
+
+// The integer of the same width, as comparisons yield it.
+template <class E>
+struct IntOf {
+  using type = int32_t;
+};
+template <>
+struct IntOf<double> {
+  using type = int64_t;
+};
+template <class E>
+using Int = typename IntOf<E>::type;
+
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+template <class E>
+FASTATTN_INLINE Vec<E> load(const E* p) {
+  Vec<E> v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class E>
+FASTATTN_INLINE void store(E* p, Vec<E> v) {
+  __builtin_memcpy(p, &v, sizeof v);
+}
+template <class E>
+FASTATTN_INLINE Vec<E> broadcast(E x) {
+  return x - Vec<E>{};  // folds to one broadcast; keeps NaN and the sign of zero irrelevant here
+}
+template <class To, class From>
+FASTATTN_INLINE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  __builtin_memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+// maximum(a, b): b where either is NaN, so that a NaN score replaces the running maximum (the row is NaN anyway).
+FASTATTN_INLINE Vec<float> maximum(Vec<float> a, Vec<float> b) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+  return (Vec<float>)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+FASTATTN_INLINE Vec<double> maximum(Vec<double> a, Vec<double> b) {
+#if defined(__AVX512F__)
+  return (Vec<double>)_mm512_max_pd((__m512d)a, (__m512d)b);
+#elif defined(__AVX__)
+  return (Vec<double>)_mm256_max_pd((__m256d)a, (__m256d)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+template <class A>
+FASTATTN_INLINE A reduce_add(Vec<A> v) {
+  A sum = 0;
+  for (int i = 0; i < kLanes<A>; ++i) sum += v[i];
+  return sum;
+}
+
+constexpr double kLog2e = 1.4426950408889634074;
+constexpr double kLn2 = 0.69314718055994530942;
+
+// 2^r on [-1/2, 1/2]. Weighted least-squares (Lawson) fits of relative error: degree 6 1.9e-9 (below fp32 rounding),
+// degree 4 2.6e-6 and degree 3 7.5e-5 (both far below the rounding of a bf16 weight, 2^-9).
+template <int kDegree>
+FASTATTN_INLINE Vec<float> exp2_polynomial(Vec<float> r) {
+  if constexpr (kDegree == 3) {
+    Vec<float> p = 0.05517163072957529f * r + 0.24261116721867187f;
+    p = p * r + 0.6932609967063608f;
+    return p * r + 0.999928071079507f;
+  } else if constexpr (kDegree == 4) {
+    Vec<float> p = 0.009570097483552427f * r + 0.055917866591403846f;
+    p = p * r + 0.2402474499478282f;
+    p = p * r + 0.6931218139987445f;
+    return p * r + 0.9999992613775026f;
+  } else {
+    Vec<float> p = 0.00015345808218565288f * r + 0.001339993193959634f;
+    p = p * r + 0.009618488977721641f;
+    p = p * r + 0.05550328775211117f;
+    p = p * r + 0.24022646890382265f;
+    p = p * r + 0.6931472057380539f;
+    return p * r + 1.0f;
+  }
+}
+// Taylor series of 2^r to the 13th power: the remainder on [-1/2, 1/2] is 4e-18.
+FASTATTN_INLINE Vec<double> exp2_polynomial(Vec<double> r) {
+  constexpr int kDegree = 13;
+  double coefficient[kDegree + 1] = {1};
+  for (int i = 1; i <= kDegree; ++i) coefficient[i] = coefficient[i - 1] * kLn2 / i;
+  Vec<double> p = coefficient[kDegree] + Vec<double>{};
+  for (int i = kDegree - 1; i >= 0; --i) p = p * r + coefficient[i];
+  return p;
+}
+
+// 2^x for x <= 0 (and slightly above): exactly 0 below the smallest normal number and at -inf, so that no denormal
+// enters the products that follow (they cost a microcode assist each); NaN stays NaN.
+template <int kDegree = 6>
+FASTATTN_INLINE Vec<float> exp2(Vec<float> x) {
+#if defined(__AVX512F__)
+  __m512 n = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  Vec<float> p = exp2_polynomial<kDegree>(x - (Vec<float>)n);
+  __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.f), _CMP_NLT_UQ);
+  return (Vec<float>)_mm512_maskz_scalef_ps(normal, (__m512)p, n);
+#else
+  constexpr float kMagic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
+  Vec<float> t = x + kMagic;
+  Vec<float> p = exp2_polynomial<kDegree>(x - (t - kMagic));
+  Vec<int32_t> bits = bit_cast<Vec<int32_t>>(p) + (bit_cast<Vec<int32_t>>(t) << 23);
+  Vec<float> y = bit_cast<Vec<float>>(bits);
+  y = x < -126.f ? Vec<float>{} : y;
+  return x == x ? y : x;
+#endif
+}
+template <int kDegree = 13>
+FASTATTN_INLINE Vec<double> exp2(Vec<double> x) {
+  constexpr double kMagic = 6755399441055744.;  // 1.5 * 2^52
+  Vec<double> t = x + kMagic;
+  Vec<double> p = exp2_polynomial(x - (t - kMagic));
+  Vec<int64_t> bits = bit_cast<Vec<int64_t>>(p) + (bit_cast<Vec<int64_t>>(t) << 52);
+  Vec<double> y = bit_cast<Vec<double>>(bits);
+  y = x < -1022. ? Vec<double>{} : y;
+  return x == x ? y : x;
+}
+
+// tanh, relative error 1e-7: an odd polynomial (fit of (tanh(x)/x - 1)/x^2, error 7e-10) where 1 - 2/(e^2x + 1)
+// would cancel.
+FASTATTN_INLINE Vec<float> tanh(Vec<float> x) {
+  Vec<float> magnitude = bit_cast<Vec<float>>(bit_cast<Vec<int32_t>>(x) & 0x7fffffff);
+  Vec<float> z = x * x;
+  Vec<float> q = 0.0018790355586528946f * z - 0.007861858925479569f;
+  q = q * z + 0.02156094766871614f;
+  q = q * z - 0.05391884071349218f;
+  q = q * z + 0.13332964779365764f;
+  q = q * z - 0.3333332412527541f;
+  Vec<float> small = x + x * z * q;
+  Vec<float> e = exp2<6>(magnitude * float(-2 * kLog2e));
+  Vec<float> large = (1.f - e) / (1.f + e);
+  large = x < 0.f ? -large : large;
+  return magnitude < 0.7f ? small : large;
+}
+FASTATTN_INLINE Vec<double> tanh(Vec<double> x) {
+  for (int i = 0; i < kLanes<double>; ++i) x[i] = __builtin_tanh(x[i]);
+  return x;
+}
+
+// --- half precision -------------------------------------------------------------------------------------------
+
+FASTATTN_INLINE float to_float(float x) { return x; }
+FASTATTN_INLINE double to_float(double x) { return x; }
+FASTATTN_INLINE float to_float(bf16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
+FASTATTN_INLINE float to_float(f16 x) {
+  // Shift exponent and mantissa into place; the multiplication by 2^112 rebiases and makes subnormals normal.
+  uint32_t magnitude = uint32_t(x.bits & 0x7fff) << 13;
+  float value = bit_cast<float>(magnitude) * 0x1p112f;
+  uint32_t bits = bit_cast<uint32_t>(value);
+  if (magnitude >= (0x7c00u << 13)) bits = magnitude | 0x7f800000u;
+  return bit_cast<float>(bits | (uint32_t(x.bits & 0x8000) << 16));
+}
+
+FASTATTN_INLINE Vec<uint32_t> bf16_bits(Vec<float> x) {  // round to nearest even; the result sits in the low halves
+  Vec<uint32_t> u = bit_cast<Vec<uint32_t>>(x);
+  Vec<uint32_t> rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return (x != x) ? Vec<uint32_t>{} + 0x7fc0u : rounded;
+}
+
+template <class T>
+FASTATTN_INLINE void round_store(T* p, Vec<T> v) {
+  store(p, v);
+}
+typedef uint16_t Half16 __attribute__((vector_size(kVectorBytes / 2)));
+FASTATTN_INLINE void round_store(bf16* p, Vec<float> v) {
+#if defined(__AVX512BF16__)
+  __m256bh h = _mm512_cvtneps_pbh((__m512)v);
+  __builtin_memcpy(p, &h, sizeof h);
+#else
+  Half16 h = __builtin_convertvector(bf16_bits(v), Half16);
+  __builtin_memcpy(p, &h, sizeof h);
+#endif
+}
+FASTATTN_INLINE uint16_t f16_round(float x) {
+  uint32_t u = bit_cast<uint32_t>(x), sign = (u >> 16) & 0x8000u;
+  u &= 0x7fffffffu;
+  if (u > 0x7f800000u) return uint16_t(sign | 0x7e00u);
+  if (u >= 0x477ff000u) return uint16_t(sign | 0x7c00u);  // 65520 and above round to infinity
+  if (u < 0x38800000u) {  // subnormal: let the FPU align and round by adding 1/2 (ulp 2^-24)
+    float aligned = bit_cast<float>(u) + 0.5f;
+    return uint16_t(sign | (bit_cast<uint32_t>(aligned) - bit_cast<uint32_t>(0.5f)));
+  }
+  return uint16_t(sign | ((u - 0x38000000u + 0xfffu + ((u >> 13) & 1u)) >> 13));
+}
+FASTATTN_INLINE void round_store(f16* p, Vec<float> v) {
+#if defined(__AVX512F__)
+  __m256i h = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __builtin_memcpy(p, &h, sizeof h);
+#elif defined(__F16C__)
+  __m128i h = _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __builtin_memcpy(p, &h, sizeof h);
+#else
+  for (int i = 0; i < kLanes<float>; ++i) p[i].bits = f16_round(v[i]);
+#endif
+}
+
+FASTATTN_INLINE Vec<float> load_wide(const float* p) { return load(p); }
+FASTATTN_INLINE Vec<double> load_wide(const double* p) { return load(p); }
+FASTATTN_INLINE Vec<float> load_wide(const bf16* p) {
+  Half16 h;
+  __builtin_memcpy(&h, p, sizeof h);
+  return bit_cast<Vec<float>>(__builtin_convertvector(h, Vec<uint32_t>) << 16);
+}
+FASTATTN_INLINE Vec<float> load_wide(const f16* p) {
+#if defined(__AVX512F__)
+  __m256i h;
+  __builtin_memcpy(&h, p, sizeof h);
+  return (Vec<float>)_mm512_cvtph_ps(h);
+#elif defined(__F16C__)
+  __m128i h;
+  __builtin_memcpy(&h, p, sizeof h);
+  return (Vec<float>)_mm256_cvtph_ps(h);
+#else
+  Vec<float> v;
+  for (int i = 0; i < kLanes<float>; ++i) v[i] = to_float(p[i]);
+  return v;
+#endif
+}
+
+// One vector of a row of `count` elements that may be strided or end inside the vector; missing elements read as 0.
+template <class A, class T>
+FASTATTN_INLINE Vec<A> load_row(const T* p, int64_t stride, int64_t count) {
+  constexpr int N = kLanes<A>;
+  if (stride == 1 && count >= N) return load_wide(p);
+  T buffer[N];
+  std::memset(buffer, 0, sizeof buffer);
+  int64_t n = count < N ? count : N;
+  for (int64_t i = 0; i < n; ++i) buffer[i] = p[i * stride];
+  return load_wide(buffer);
+}
+template <class A, class T>
+FASTATTN_INLINE void store_row(T* p, int64_t stride, int64_t count, Vec<A> v) {
+  constexpr int N = kLanes<A>;
+  if (stride == 1 && count >= N) return round_store(p, v);
+  T buffer[N];
+  round_store(buffer, v);
+  int64_t n = count < N ? count : N;
+  for (int64_t i = 0; i < n; ++i) p[i * stride] = buffer[i];
+}
+
+// --- transposition --------------------------------------------------------------------------------------------
+
+// One butterfly: exchanges the off-diagonal blocks of size kStep of rows i and i + kStep.
+template <int kStep, class V, int... I>
+FASTATTN_INLINE void exchange(V& low, V& high, std::integer_sequence<int, I...>) {
+  constexpr int N = sizeof...(I);
+  V a = __builtin_shufflevector(low, high, ((I & kStep) ? N + I - kStep : I)...);
+  V b = __builtin_shufflevector(low, high, ((I & kStep) ? N + I : I + kStep)...);
+  low = a;
+  high = b;
+}
+template <int kStep, class E>
+FASTATTN_INLINE void transpose_steps(Vec<E> (&rows)[kLanes<E>]) {
+  constexpr int N = kLanes<E>;
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i)
+    if (!(i & kStep)) exchange<kStep>(rows[i], rows[i + kStep], std::make_integer_sequence<int, N>{});
+  if constexpr (kStep > 1) transpose_steps<kStep / 2, E>(rows);
+}
+// rows[i][j] <-> rows[j][i]
+template <class E>
+FASTATTN_INLINE void transpose(Vec<E> (&rows)[kLanes<E>]) {
+  transpose_steps<kLanes<E> / 2, E>(rows);
+}
+
+}  // namespace
+}  // namespace fastattn::FASTATTN_ISA
