@@ -1,0 +1,203 @@
+// Softmax attention: the registered CPU ops over the kernels of csrc/cpu/attention.h. The schemas are defined in
+// fastattn/ops/attention.py.
+#include "attention.h"
+
+#include <tuple>
+
+#include "tensor.h"
+
+namespace fastattn {
+namespace {
+
+struct Options {
+  double scale, softcap;
+  int64_t window_left, window_right;
+  bool lower_right;
+  double dropout_p;
+};
+
+// What the three ops share: sizes, query, key, masks and options, all checked.
+void fill(AttentionParams& p, const Array& query, const Array& key, const MaybeTensor& attn_mask,
+          const MaybeTensor& key_padding_mask, const MaybeTensor& alibi_slopes, const MaybeTensor& dropout_seed,
+          const Options& options) {
+  query.check_dtype({DType::f32, DType::f64, DType::bf16, DType::f16});
+  STD_TORCH_CHECK(query.dim == 4, "query must have 4 dimensions (B, H, L, D), got ", query.shape());
+  STD_TORCH_CHECK(key.dim == 4, "key must have 4 dimensions (B, Hkv, S, D), got ", key.shape());
+  p.B = query.size[0], p.H = query.size[1], p.L = query.size[2], p.D = query.size[3];
+  p.Hkv = key.size[1], p.S = key.size[2], p.Dv = 0;
+  key.check_dtype({query.dtype}).check_shape({p.B, p.Hkv, p.S, p.D});
+  STD_TORCH_CHECK(p.Hkv ? p.H % p.Hkv == 0 : p.H == 0, "query heads must be a multiple of key heads, got query ",
+                  query.shape(), " and key ", key.shape());
+  p.query = query.view();
+  p.key = key.view();
+
+  if (attn_mask) {
+    const Array mask("attn_mask", *attn_mask);
+    mask.check_dtype({DType::boolean, query.dtype, DType::f32}).check_shape({p.B, p.H, p.L, p.S}, true);
+    p.mask = mask.view();
+  }
+  if (key_padding_mask) {
+    const Array padding("key_padding_mask", *key_padding_mask);
+    p.key_padding = padding.check_dtype({DType::boolean}).check_shape({p.B, p.S}).view();
+  }
+  if (alibi_slopes) {
+    Array slopes("alibi_slopes", *alibi_slopes);
+    slopes.check_dtype({query.dtype == DType::f64 ? DType::f64 : DType::f32});
+    if (slopes.dim == 1) {
+      slopes.check_shape({p.H});
+      p.alibi = {slopes.data, slopes.dtype, {0, slopes.stride[0], 0, 0}};
+    } else {
+      p.alibi = slopes.check_shape({p.B, p.H}).view();
+    }
+  }
+
+  STD_TORCH_CHECK(options.softcap >= 0, "softcap must not be negative, got ", options.softcap);
+  STD_TORCH_CHECK(options.window_left >= -1 && options.window_right >= -1,
+                  "window_left and window_right must be -1 or more, got ", options.window_left, " and ",
+                  options.window_right);
+  STD_TORCH_CHECK(options.dropout_p >= 0 && options.dropout_p <= 1, "dropout_p must be in [0, 1], got ",
+                  options.dropout_p);
+  p.scale = options.scale;
+  p.softcap = options.softcap;
+  p.window_left = options.window_left;
+  p.window_right = options.window_right;
+  p.offset = options.lower_right ? p.S - p.L : 0;
+  p.dropout_p = options.dropout_p;
+  p.seed = 0;
+  if (options.dropout_p > 0) {
+    STD_TORCH_CHECK(dropout_seed && dropout_seed->numel() == 1 && dtype_code(*dropout_seed) == aoti_torch_dtype_int64(),
+                    "dropout_seed must be an int64 tensor with one element when dropout_p > 0");
+    p.seed = uint64_t(*static_cast<const int64_t*>(dropout_seed->data_ptr()));
+  }
+}
+
+void fill_value(AttentionParams& p, const Array& value) {
+  STD_TORCH_CHECK(value.dim == 4, "value must have 4 dimensions (B, Hkv, S, Dv), got ", value.shape());
+  p.Dv = value.size[3];
+  p.value = value.check_dtype({p.query.dtype}).check_shape({p.B, p.Hkv, p.S, p.Dv}).view();
+}
+
+void fill_sinks(AttentionParams& p, const MaybeTensor& sinks) {
+  if (!sinks) return;
+  const Array array("sinks", *sinks);
+  p.sinks = array.check_dtype({p.query.dtype, DType::f32}).check_shape({p.H}).view();
+}
+
+DType lse_dtype(const AttentionParams& p) { return p.query.dtype == DType::f64 ? DType::f64 : DType::f32; }
+
+// The log-sum-exp as an input. Kernels read it as contiguous.
+Tensor fill_lse(AttentionParams& p, const Tensor& lse) {
+  Tensor held = lse.is_contiguous() ? lse : torch::stable::contiguous(lse);
+  p.lse = Array("lse", held).check_dtype({lse_dtype(p)}).check_shape({p.B, p.H, p.L}).view();
+  return held;
+}
+
+// Kernels ignore the stride of a dimension of size 1 in inputs, but rely on unit strides where they write.
+View output_view(const Tensor& tensor) {
+  const Array array("output", tensor);
+  View v{array.data, array.dtype, {0, 0, 0, 0}};
+  std::copy(array.stride, array.stride + array.dim, v.stride);
+  return v;
+}
+
+std::tuple<Tensor, Tensor> attention_forward(
+    const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& attn_mask,
+    const MaybeTensor& key_padding_mask, const MaybeTensor& alibi_slopes, const MaybeTensor& sinks,
+    const MaybeTensor& dropout_seed, double scale, double softcap, int64_t window_left, int64_t window_right,
+    bool lower_right, double dropout_p) {
+  AttentionParams p{};
+  fill(p, {"query", query}, {"key", key}, attn_mask, key_padding_mask, alibi_slopes, dropout_seed,
+       {scale, softcap, window_left, window_right, lower_right, dropout_p});
+  fill_value(p, {"value", value});
+  fill_sinks(p, sinks);
+
+  // (B, L, H, Dv) in memory: joining the heads afterwards is then a view.
+  const int64_t row = std::max<int64_t>(p.Dv, 1), token = std::max<int64_t>(p.H, 1) * row;
+  const int64_t stride[] = {std::max<int64_t>(p.L, 1) * token, row, token, 1};
+  Tensor out = allocate(p.query.dtype, {p.B, p.H, p.L, p.Dv}, stride);
+  Tensor lse = allocate_contiguous(lse_dtype(p), {p.B, p.H, p.L});
+  p.out = output_view(out);
+  p.lse = output_view(lse);
+  attention_kernels().forward(p, torch_parallel());
+  return {out, lse};
+}
+
+// Sum over the batch of a kernel's (B, H) partial sums, in the dtype of the (H,) input.
+Tensor sum_over_batch(const Tensor& partial, DType dtype) {
+  const std::array<int64_t, 1> batch{0};
+  return to_dtype(torch::stable::sum(partial, torch::headeronly::IntHeaderOnlyArrayRef(batch.data(), 1)), dtype);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& grad_out, const MaybeTensor& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& out, const Tensor& lse, const MaybeTensor& attn_mask, const MaybeTensor& key_padding_mask,
+    const MaybeTensor& alibi_slopes, const MaybeTensor& sinks, const MaybeTensor& dropout_seed, double scale,
+    double softcap, int64_t window_left, int64_t window_right, bool lower_right, double dropout_p, bool mask_grad,
+    bool alibi_grad, bool sinks_grad) {
+  AttentionGradParams p{};
+  fill(p, {"query", query}, {"key", key}, attn_mask, key_padding_mask, alibi_slopes, dropout_seed,
+       {scale, softcap, window_left, window_right, lower_right, dropout_p});
+  fill_value(p, {"value", value});
+  fill_sinks(p, sinks);
+  const Tensor held_lse = fill_lse(p, lse);
+  const Tensor held_out = p.Dv <= 1 || out.stride(3) == 1 ? out : torch::stable::contiguous(out);
+  const DType dtype = p.query.dtype;
+  Array("out", held_out).check_dtype({dtype}).check_shape({p.B, p.H, p.L, p.Dv});
+  p.out = output_view(held_out);
+  p.grad_out = Array("grad_out", grad_out).check_dtype({dtype}).check_shape({p.B, p.H, p.L, p.Dv}).view();
+  if (grad_lse)
+    p.grad_lse = Array("grad_lse", *grad_lse).check_dtype({lse_dtype(p)}).check_shape({p.B, p.H, p.L}).view();
+  STD_TORCH_CHECK(!mask_grad || (attn_mask && p.mask.dtype != DType::boolean),
+                  "mask_grad needs a floating point attn_mask");
+  STD_TORCH_CHECK(!alibi_grad || alibi_slopes, "alibi_grad needs alibi_slopes");
+  STD_TORCH_CHECK(!sinks_grad || sinks, "sinks_grad needs sinks");
+
+  Tensor grad_query = torch::stable::empty_like(query);
+  Tensor grad_key = torch::stable::empty_like(key);
+  Tensor grad_value = torch::stable::empty_like(value);
+  p.grad_query = output_view(grad_query);
+  p.grad_key = output_view(grad_key);
+  p.grad_value = output_view(grad_value);
+
+  Tensor grad_mask = mask_grad ? allocate_contiguous(p.mask.dtype, attn_mask->sizes().data(), 4)
+                               : allocate_contiguous(dtype, {0});
+  if (mask_grad) p.grad_mask = Array("grad_mask", grad_mask).view();
+  const auto per_head = [&](bool wanted) {
+    return wanted ? allocate_contiguous(lse_dtype(p), {p.B, p.H}) : allocate_contiguous(dtype, {0});
+  };
+  Tensor grad_alibi = per_head(alibi_grad);
+  Tensor grad_sinks = per_head(sinks_grad);
+  if (alibi_grad) p.grad_alibi = output_view(grad_alibi);
+  if (sinks_grad) p.grad_sinks = output_view(grad_sinks);
+
+  attention_kernels().backward(p, torch_parallel());
+  if (alibi_grad && alibi_slopes->dim() == 1) grad_alibi = sum_over_batch(grad_alibi, p.alibi.dtype);
+  if (sinks_grad) grad_sinks = sum_over_batch(grad_sinks, p.sinks.dtype);
+  return {grad_query, grad_key, grad_value, grad_mask, grad_alibi, grad_sinks};
+}
+
+Tensor attention_weights(const Tensor& query, const Tensor& key, const Tensor& lse, const MaybeTensor& attn_mask,
+                         const MaybeTensor& key_padding_mask, const MaybeTensor& alibi_slopes,
+                         const MaybeTensor& dropout_seed, double scale, double softcap, int64_t window_left,
+                         int64_t window_right, bool lower_right, double dropout_p, bool average_heads) {
+  AttentionWeightsParams p{};
+  fill(p, {"query", query}, {"key", key}, attn_mask, key_padding_mask, alibi_slopes, dropout_seed,
+       {scale, softcap, window_left, window_right, lower_right, dropout_p});
+  const Tensor held_lse = fill_lse(p, lse);
+  p.average = average_heads;
+  Tensor weights = average_heads ? allocate_contiguous(lse_dtype(p), {p.B, p.L, p.S})
+                                 : allocate_contiguous(lse_dtype(p), {p.B, p.H, p.L, p.S});
+  p.weights = output_view(weights);
+  if (average_heads) std::copy_backward(p.weights.stride + 1, p.weights.stride + 3, p.weights.stride + 4);
+  attention_kernels().weights(p, torch_parallel());
+  return to_dtype(weights, p.query.dtype);
+}
+
+}  // namespace
+}  // namespace fastattn
+
+STABLE_TORCH_LIBRARY_IMPL(fastattn, CPU, m) {
+  m.impl("attention_forward", TORCH_BOX(&fastattn::attention_forward));
+  m.impl("attention_backward", TORCH_BOX(&fastattn::attention_backward));
+  m.impl("attention_weights", TORCH_BOX(&fastattn::attention_weights));
+}

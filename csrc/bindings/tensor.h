@@ -1,0 +1,172 @@
+// Between torch::stable::Tensor and the plain structs of csrc/cpu. An op call on small inputs costs a few
+// microseconds, most of it in calls through the stable ABI: shapes are read once and outputs are allocated directly.
+#pragma once
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <exception>
+#include <initializer_list>
+#include <optional>
+#include <string>
+
+#include "parallel.h"
+#include "attention.h"
+
+namespace fastattn {
+
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+struct TorchDType {
+  DType dtype;
+  int32_t code;
+};
+
+inline const std::array<TorchDType, 5>& torch_dtypes() {
+  static const std::array<TorchDType, 5> table{{{DType::f32, aoti_torch_dtype_float32()},
+                                                {DType::f64, aoti_torch_dtype_float64()},
+                                                {DType::bf16, aoti_torch_dtype_bfloat16()},
+                                                {DType::f16, aoti_torch_dtype_float16()},
+                                                {DType::boolean, aoti_torch_dtype_bool()}}};
+  return table;
+}
+
+inline const char* name_of(DType dtype) {
+  constexpr const char* names[] = {"float32", "float64", "bfloat16", "float16", "bool"};
+  return names[static_cast<int>(dtype)];
+}
+
+inline int32_t code_of(DType dtype) { return torch_dtypes()[static_cast<int>(dtype)].code; }
+
+inline int32_t dtype_code(const Tensor& tensor) {
+  int32_t code;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+  return code;
+}
+
+// A tensor's metadata, read once; valid while the tensor lives.
+struct Array {
+  const char* name;
+  int64_t dim = 0;
+  const int64_t* size = nullptr;
+  const int64_t* stride = nullptr;
+  DType dtype = DType::f32;
+  void* data = nullptr;
+
+  Array(const char* name, const Tensor& tensor) : name(name), dim(tensor.dim()), data(tensor.data_ptr()) {
+    size = tensor.sizes().data();
+    stride = tensor.strides().data();
+    const int32_t code = dtype_code(tensor);
+    for (const TorchDType& known : torch_dtypes())
+      if (known.code == code) {
+        dtype = known.dtype;
+        return;
+      }
+    STD_TORCH_CHECK(false, name, " must be float32, float64, bfloat16, float16 or bool");
+  }
+
+  std::string shape() const {
+    std::string text = "(";
+    for (int64_t i = 0; i < dim; ++i) text += (i ? ", " : "") + std::to_string(size[i]);
+    return text + ")";
+  }
+
+  // Every dimension as expected; with `broadcast` it may also be 1.
+  const Array& check_shape(std::initializer_list<int64_t> expected, bool broadcast = false) const {
+    bool ok = dim == int64_t(expected.size());
+    if (ok) {
+      const int64_t* actual = size;
+      for (int64_t e : expected) {
+        ok &= *actual == e || (broadcast && *actual == 1);
+        ++actual;
+      }
+    }
+    if (!ok) {
+      std::string text;
+      for (int64_t e : expected) text += (text.empty() ? "" : ", ") + std::to_string(e);
+      STD_TORCH_CHECK(
+          false, name, " must have shape (", text, ")", broadcast ? " or 1 in any dimension" : "", ", got ", shape());
+    }
+    return *this;
+  }
+
+  const Array& check_dtype(std::initializer_list<DType> allowed) const {
+    if (std::find(allowed.begin(), allowed.end(), dtype) == allowed.end()) {
+      std::string text;
+      for (DType d : allowed) text += (text.empty() ? "" : " or ") + std::string(name_of(d));
+      STD_TORCH_CHECK(false, name, " must be ", text, ", got ", name_of(dtype));
+    }
+    return *this;
+  }
+
+  // Strides of dimensions of size 1 become 0, so that they broadcast.
+  View view() const {
+    View v{data, dtype, {0, 0, 0, 0}};
+    for (int64_t i = 0; i < dim; ++i) v.stride[i] = size[i] == 1 ? 0 : stride[i];
+    return v;
+  }
+};
+
+inline Tensor allocate(DType dtype, std::initializer_list<int64_t> size, const int64_t* stride) {
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      int64_t(size.size()), size.begin(), stride, code_of(dtype), aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+inline Tensor allocate_contiguous(DType dtype, const int64_t* size, int64_t dim) {
+  int64_t stride[4];
+  for (int64_t i = dim - 1, next = 1; i >= 0; --i) {
+    stride[i] = next;
+    next *= std::max<int64_t>(size[i], 1);
+  }
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      dim, size, stride, code_of(dtype), aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+inline Tensor allocate_contiguous(DType dtype, std::initializer_list<int64_t> size) {
+  return allocate_contiguous(dtype, size.begin(), int64_t(size.size()));
+}
+
+// Converts where needed; a tensor that already has the dtype is returned as it is.
+inline Tensor to_dtype(const Tensor& tensor, DType dtype) {
+  if (dtype_code(tensor) == code_of(dtype)) return tensor;
+  constexpr torch::headeronly::ScalarType types[] = {
+      torch::headeronly::ScalarType::Float, torch::headeronly::ScalarType::Double,
+      torch::headeronly::ScalarType::BFloat16, torch::headeronly::ScalarType::Half,
+      torch::headeronly::ScalarType::Bool};
+  return torch::stable::to(tensor, types[static_cast<int>(dtype)]);
+}
+
+// Workers on torch's own threads. An exception is carried over the C boundary of the stable ABI, which would
+// otherwise reduce it to an error code: std::bad_alloc stays a MemoryError in Python.
+inline void run_workers(int workers, void (*body)(void* context, int worker), void* context) {
+  struct Job {
+    void (*body)(void*, int);
+    void* context;
+    std::atomic_flag failed;
+    std::exception_ptr error;
+  } job{body, context, {}, nullptr};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(
+      0, workers, 1,
+      [](int64_t begin, int64_t end, void* opaque) {
+        Job& job = *static_cast<Job*>(opaque);
+        try {
+          for (int64_t worker = begin; worker < end; ++worker) job.body(job.context, int(worker));
+        } catch (...) {
+          if (!job.failed.test_and_set()) job.error = std::current_exception();
+        }
+      },
+      &job));
+  if (job.error) std::rethrow_exception(job.error);
+}
+
+inline Parallel torch_parallel() { return {int(torch::stable::get_num_threads()), run_workers}; }
+
+}  // namespace fastattn

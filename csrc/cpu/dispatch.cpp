@@ -1,0 +1,31 @@
+// From an operator to its kernels for the chosen instruction set: a header, two lines and a function per operator.
+#include "attention.h"
+#include "build_config.h"
+#include "isa.h"
+#include "roof.h"
+
+// Every compiled variant defines its table in a namespace named after its instruction set.
+#define FASTATTN_DECLARE(isa)                      \
+  namespace isa {                                  \
+  extern const AttentionKernels attention_kernels; \
+  extern const RoofKernels roof_kernels;           \
+  }
+
+#define FASTATTN_ADDRESS_ATTENTION(isa) &isa::attention_kernels,
+#define FASTATTN_ADDRESS_ROOF(isa) &isa::roof_kernels,
+
+namespace fastattn {
+
+FASTATTN_ISAS(FASTATTN_DECLARE)
+
+const AttentionKernels& attention_kernels() {
+  static const AttentionKernels* const variants[] = {FASTATTN_ISAS(FASTATTN_ADDRESS_ATTENTION)};
+  return *variants[chosen_isa()];
+}
+
+const RoofKernels& roof_kernels() {
+  static const RoofKernels* const variants[] = {FASTATTN_ISAS(FASTATTN_ADDRESS_ROOF)};
+  return *variants[chosen_isa()];
+}
+
+}  // namespace fastattn

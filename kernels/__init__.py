@@ -1,0 +1,1 @@
+"""Triton kernels, one file per operator (installed as `fastattn.kernels`)."""
