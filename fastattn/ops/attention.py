@@ -6,10 +6,18 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_tracing_state,
+    _is_any_autocast_enabled,
+    _len_torch_dispatch_stack,
+)
+from torch._C._autograd import _profiler_enabled
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastattn._choose import Request, candidates, choose
+from fastattn._choose import KERNEL_DTYPES, Request, candidates, choose
 from fastattn.reference import attention as reference
 
 __all__ = ["attention_with_weights", "scaled_dot_product_attention"]
@@ -73,21 +81,26 @@ def _lse_dtype(query: Tensor) -> torch.dtype:
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
+_forward_on_cpu = _forward_op._handle.redispatch_boxed
+_UNLIMITED = (-1, -1)
+# The dtypes of plain calls that need no choice any more: none until the CPU library was found.
+_plain_dtypes: set[torch.dtype] = set()
+
+
 def _watched() -> bool:
-    """Whether a tracer, transform, mode or profiler wants to see each op pass through the dispatcher."""
+    """Whether a transform, mode, tracer or profiler wants to see each op pass through the dispatcher."""
     return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-        or torch._C._autograd._profiler_enabled()
+        _are_functorch_transforms_active()
+        or _len_torch_dispatch_stack() > 0
+        or _get_tracing_state() is not None
+        or _profiler_enabled()
     )
 
 
 def _call(op, query: Tensor, *args):
     # Straight to the CPU kernel where nothing between could matter: a small call costs a third less.
-    if not _watched() and type(query) is Tensor and query.is_cpu:
-        return op.redispatch(_CPU, query, *args)
+    if not is_compiling() and type(query) is Tensor and query.is_cpu and not _watched():
+        return op._handle.redispatch_boxed(_CPU, query, *args)
     return op(query, *args)
 
 
@@ -118,7 +131,7 @@ class _Attention(torch.autograd.Function):
         wanted = (ctx.needs_input_grad[3], ctx.needs_input_grad[5], ctx.needs_input_grad[6])
         args = (grad_out, grad_lse, query, key, value, out, lse, *biases, *ctx.options, *wanted)
         # The Function is only needed where this result is differentiated or mapped in turn.
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        if torch.is_grad_enabled() or _are_functorch_transforms_active():
             grads = _AttentionBackward.apply(*args)
         else:
             grads = _call(_backward_op, *args)
@@ -320,7 +333,7 @@ class _Fold(NamedTuple):
 def _needs_function(tensors: Sequence[Tensor | None]) -> bool:
     """Whether autograd has to see the call: for a gradient, a transform, or a clear error in forward mode."""
     return (
-        torch._C._are_functorch_transforms_active()
+        _are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
     )
@@ -456,7 +469,7 @@ def _autocast(query, key, value, attn_mask, sinks):
 
 def _prepare(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *,
-    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, sinks=None, key_padding_mask=None,
+    window_size=_UNLIMITED, softcap=0.0, alibi_slopes=None, sinks=None, key_padding_mask=None,
     causal_alignment="upper_left", return_lse=False, impl="auto",
 ) -> _Prepared:  # fmt: skip
     query, key, value, attn_mask, sinks = _autocast(query, key, value, attn_mask, sinks)
@@ -655,7 +668,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = _UNLIMITED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -724,44 +737,45 @@ def scaled_dot_product_attention(
         >>> q, k, v = (torch.randn(2, 8, 128, 64) for _ in range(3))
         >>> out, lse = fastattn.scaled_dot_product_attention(q, k, v, is_causal=True, return_lse=True)
     """
-    # The plain call, decided in as few steps as possible: on tiny inputs these are most of the time.
+    # The plain call, in as few steps as possible: on tiny inputs they are most of the time. Everything it
+    # does not recognise takes the long way below.
     if (
         attn_mask is None
-        and not torch.compiler.is_compiling()
-        and type(query) is Tensor
+        and not is_compiling()
+        and query.__class__ is key.__class__ is value.__class__ is Tensor
         and query.is_cpu
         and impl == "auto"
         and key_padding_mask is None
-        and sinks is None
         and alibi_slopes is None
+        and sinks is None
         and dropout_p == 0.0
         and softcap == 0.0
-        and window_size == (-1, -1)
+        and window_size is _UNLIMITED
         and causal_alignment == "upper_left"
         and not (
-            torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+            (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled()
         )
-        and _plain(query, key, value)
     ):
-        scale = query.shape[3] ** -0.5 if scale is None else float(scale)
-        out, lse = _forward_op.redispatch(
-            _CPU,
-            query,
-            key,
-            value,
-            None,
-            None,
-            None,
-            None,
-            None,
-            scale,
-            0.0,
-            -1,
-            0 if is_causal else -1,
-            False,
-            0.0,
-        )
-        return (out, lse) if return_lse else out
+        shape, key_shape, dtype = query.shape, key.shape, query.dtype
+        if (
+            (shape == key_shape or (shape[:2] == key_shape[:2] and shape[-1] == key_shape[-1]))
+            and (value.shape == key_shape or value.shape[:3] == key_shape[:3])
+            and len(shape) == 4
+            and shape[3] > 0
+            and dtype is key.dtype is value.dtype
+            and dtype in _plain_dtypes
+            and key.is_cpu
+            and value.is_cpu
+            and forward_ad._current_level < 0
+            and not _is_any_autocast_enabled()
+            and not _watched()
+        ):
+            scale = shape[3] ** -0.5 if scale is None else float(scale)
+            right = 0 if is_causal else -1
+            out, lse = _forward_on_cpu(
+                _CPU, query, key, value, None, None, None, None, None, scale, 0.0, -1, right, False, 0.0
+            )
+            return (out, lse) if return_lse else out
 
     call = _prepare(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size=window_size,
@@ -769,27 +783,10 @@ def scaled_dot_product_attention(
         causal_alignment=causal_alignment, return_lse=return_lse,
     )  # fmt: skip
     implementation = choose(call.request, impl)
+    if implementation == "cpu" and not is_compiling():
+        _plain_dtypes.update(KERNEL_DTYPES)
     out, lse = _run(call, _draw_seed(call), implementation)
     return (_restore(out, call), _restore(lse, call)) if return_lse else _restore(out, call)
-
-
-def _plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the CPU op can be called on these tensors as they are, with nobody watching."""
-    shape, key_shape, dtype = query.shape, key.shape, query.dtype
-    return (
-        len(shape) == 4 == len(key_shape)
-        and shape[:2] == key_shape[:2]
-        and shape[3] == key_shape[3] > 0
-        and (value.shape == key_shape or value.shape[:3] == key_shape[:3])
-        and type(key) is type(value) is Tensor
-        and dtype == key.dtype == value.dtype
-        and key.is_cpu
-        and value.is_cpu
-        and forward_ad._current_level < 0
-        and not torch._C._is_any_autocast_enabled()
-        and choose(Request("cpu", dtype, ()), "auto") == "cpu"
-        and not _watched()
-    )
 
 
 def _choice(
