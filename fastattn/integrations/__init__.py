@@ -1,0 +1,5 @@
+"""Bridges between fastattn and other code."""
+
+from fastattn.integrations.convert import replace_attention
+
+__all__ = ["replace_attention"]
