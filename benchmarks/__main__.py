@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from fastattn import _native
+
 from . import attention, machine, memory, report
 from .figures import Spread
 from .roof import Roof, roofs
@@ -79,18 +81,7 @@ def measure_time(
     return summarize(result, paired(contestants, pairs), None if roof is None else roof.work)
 
 
-def fastattn_isa() -> str | None:
-    """The instruction set that the native library chose; None where the build left out the introspection."""
-    try:
-        from fastattn import _introspection
-    except ImportError:
-        return None
-    return _introspection.isa()
-
-
 def main(arguments: Sequence[str]) -> int:
-    import fastattn._native
-
     options = parse(arguments)
     torch.set_num_threads(options.threads)
     cases = select(options)
@@ -106,7 +97,8 @@ def main(arguments: Sequence[str]) -> int:
         "hardware": machine.hardware(),
         "versions": machine.versions(),
         "environment": machine.environment(),
-        "fastattn_isa": fastattn_isa() if fastattn._native.missing() is None else None,
+        "fastattn_isa": _native.isa(),
+        "build": _native.build_info(),
         "peers": machine.peers(),
     }
     hardware = header["hardware"]
@@ -120,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
     for peer in header["peers"]:
         print(f"peer {peer['peer']} {peer['version'] or ''}: {peer['status']}")
 
-    missing = fastattn._native.missing()
+    missing = _native.missing()
     if missing is not None:
         print(f"contestant cpu: absent, {missing}")
     absent = set() if missing is None else {"cpu"}

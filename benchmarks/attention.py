@@ -13,6 +13,8 @@ from math import prod
 import torch
 import torch.nn.functional as F
 
+import fastattn
+
 Tensors = tuple[torch.Tensor, ...]
 Contestant = Callable[[], Tensors]
 
@@ -105,8 +107,6 @@ class AttentionCase:
         return 2 * self.batch * self.kv_heads * self.keys * self.head_dim * itemsize
 
     def contestants(self) -> dict[str, Contestant]:
-        import fastattn
-
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> torch.Tensor:
@@ -196,8 +196,6 @@ class ModuleCase:
         return self.flops
 
     def contestants(self) -> dict[str, Contestant]:
-        import fastattn
-
         torch.manual_seed(0)
         theirs = torch.nn.MultiheadAttention(self.embed_dim, self.heads, batch_first=True)
         theirs.train(self.backward)

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+import fastattn
+
 from .attention import DTYPES, MemoryCase
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,8 +50,6 @@ def peak_bytes() -> int:
 
 
 def measure(contestant: str, case: dict, threads: int) -> dict[str, float]:
-    import fastattn
-
     torch.set_num_threads(threads)
     dtype = DTYPES[case["dtype"]]
 

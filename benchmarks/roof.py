@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fastattn import _native
+
 from .runner import SAMPLE_SECONDS, calibrate
 
 KINDS = ("fp32", "bf16", "bf16_tile", "copy")
@@ -32,11 +34,9 @@ class Roof:
         return "GB/s" if self.kind == "copy" else "GFLOP/s"
 
 
-def _native(kind: str) -> Roof | None:
+def _register_loop(kind: str) -> Roof | None:
     """None where the library or the instruction is missing: the op then says that it did no operations."""
-    import fastattn._native
-
-    if fastattn._native.missing() is not None:
+    if _native.missing() is not None:
         return None
     op = torch.ops.fastattn.roof.default
     iterations = 1000
@@ -63,5 +63,5 @@ def _copy() -> Roof:
 
 def roofs(kinds: tuple[str, ...] = KINDS) -> dict[str, Roof]:
     """The roofs that this machine has."""
-    found = {kind: _copy() if kind == "copy" else _native(kind) or _matmul(kind) for kind in kinds}
+    found = {kind: _copy() if kind == "copy" else _register_loop(kind) or _matmul(kind) for kind in kinds}
     return {kind: roof for kind, roof in found.items() if roof is not None}

@@ -6,7 +6,7 @@ alternates them.
 
 import pytest
 
-import fastattn._native
+from fastattn import _native
 
 from .attention import CASES, MemoryCase
 
@@ -14,7 +14,7 @@ TIMED = [case for case in CASES if not isinstance(case, MemoryCase)]
 
 
 def _contestants(case):
-    if case.family == "module" or fastattn._native.missing() is not None:
+    if case.family == "module" or _native.missing() is not None:
         return ("torch", "auto")
     return ("torch", "cpu", "auto")
 
