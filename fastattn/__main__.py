@@ -29,11 +29,18 @@ def report() -> list[tuple[str, str]]:
         (f"gpu {index}", torch.cuda.get_device_name(index)) for index in range(torch.cuda.device_count())
     ] or [("gpu", "none")]
 
-    compiled = [name if supported else f"{name} (not on this machine)" for name, supported in _native.isas().items()]
+    compiled = [
+        name if supported else f"{name} (not on this machine)" for name, supported in _native.isas().items()
+    ]
     rows.append(("instruction set", f"{_native.isa() or 'none'}; compiled: {', '.join(compiled) or 'none'}"))
     build = _native.build_info()
     if build:
-        rows.append(("built with", f"{build['compiler']}, torch {build['torch']}, for torch >= {build['oldest_torch']}"))
+        rows.append(
+            (
+                "built with",
+                f"{build['compiler']}, torch {build['torch']}, for torch >= {build['oldest_torch']}",
+            )
+        )
     rows += [
         (f"implementation {name}", "available" if reason is None else f"not available: {reason}")
         for name, reason in availability().items()

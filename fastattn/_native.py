@@ -1,8 +1,8 @@
 """Loads the compiled libraries and says in one line why one is missing.
 
-Loading the CPU library registers the CPU implementation of the operators; it takes about a millisecond and starts no
-thread. Both libraries are loaded when this module is imported, so that afterwards the functions only read a name and
-may be called under ``torch.compile``.
+Loading the CPU library registers the CPU implementation of the operators; it takes about a millisecond and
+starts no thread. Both libraries are loaded when this module is imported, so that afterwards the functions
+only read a name and may be called under ``torch.compile``.
 """
 
 import warnings
@@ -60,8 +60,8 @@ def missing() -> str | None:
 def isa() -> str | None:
     """The instruction set whose CPU kernels run here; None if that is not known.
 
-    It is the strongest one that was compiled and that this machine supports, capped by the environment variable
-    ``FASTATTN_CPU_ISA`` as it was when the package was imported.
+    It is the strongest one that was compiled and that this machine supports, capped by the environment
+    variable ``FASTATTN_CPU_ISA`` as it was when the package was imported.
 
     Raises:
         ValueError: ``FASTATTN_CPU_ISA`` names no instruction set.

@@ -1,5 +1,5 @@
-// Softmax attention: the registered CPU ops over the kernels of csrc/cpu/attention.h. The schemas are defined in
-// fastattn/ops/attention.py.
+// Softmax attention: the registered CPU ops over the kernels of csrc/cpu/attention.h. The schemas are defined
+// in fastattn/ops/attention.py.
 #include "attention.h"
 
 #include <tuple>
@@ -18,16 +18,17 @@ struct Options {
 
 // What the three ops share: sizes, query, key, masks and options, all checked.
 void fill(AttentionParams& p, const Array& query, const Array& key, const MaybeTensor& attn_mask,
-          const MaybeTensor& key_padding_mask, const MaybeTensor& alibi_slopes, const MaybeTensor& dropout_seed,
-          const Options& options) {
+          const MaybeTensor& key_padding_mask, const MaybeTensor& alibi_slopes,
+          const MaybeTensor& dropout_seed, const Options& options) {
   query.check_dtype({DType::f32, DType::f64, DType::bf16, DType::f16});
   STD_TORCH_CHECK(query.dim == 4, "query must have 4 dimensions (B, H, L, D), got ", query.shape());
   STD_TORCH_CHECK(key.dim == 4, "key must have 4 dimensions (B, Hkv, S, D), got ", key.shape());
   p.B = query.size[0], p.H = query.size[1], p.L = query.size[2], p.D = query.size[3];
   p.Hkv = key.size[1], p.S = key.size[2], p.Dv = 0;
   key.check_dtype({query.dtype}).check_shape({p.B, p.Hkv, p.S, p.D});
-  STD_TORCH_CHECK(p.Hkv ? p.H % p.Hkv == 0 : p.H == 0, "query heads must be a multiple of key heads, got query ",
-                  query.shape(), " and key ", key.shape());
+  STD_TORCH_CHECK(p.Hkv ? p.H % p.Hkv == 0 : p.H == 0,
+                  "query heads must be a multiple of key heads, got query ", query.shape(), " and key ",
+                  key.shape());
   p.query = query.view();
   p.key = key.view();
 
@@ -65,8 +66,9 @@ void fill(AttentionParams& p, const Array& query, const Array& key, const MaybeT
   p.dropout_p = options.dropout_p;
   p.seed = 0;
   if (options.dropout_p > 0) {
-    STD_TORCH_CHECK(dropout_seed && dropout_seed->numel() == 1 && dtype_code(*dropout_seed) == aoti_torch_dtype_int64(),
-                    "dropout_seed must be an int64 tensor with one element when dropout_p > 0");
+    STD_TORCH_CHECK(
+        dropout_seed && dropout_seed->numel() == 1 && dtype_code(*dropout_seed) == aoti_torch_dtype_int64(),
+        "dropout_seed must be an int64 tensor with one element when dropout_p > 0");
     p.seed = uint64_t(*static_cast<const int64_t*>(dropout_seed->data_ptr()));
   }
 }
@@ -100,11 +102,13 @@ View output_view(const Tensor& tensor) {
   return v;
 }
 
-std::tuple<Tensor, Tensor> attention_forward(
-    const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& attn_mask,
-    const MaybeTensor& key_padding_mask, const MaybeTensor& alibi_slopes, const MaybeTensor& sinks,
-    const MaybeTensor& dropout_seed, double scale, double softcap, int64_t window_left, int64_t window_right,
-    bool lower_right, double dropout_p) {
+std::tuple<Tensor, Tensor> attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                             const MaybeTensor& attn_mask,
+                                             const MaybeTensor& key_padding_mask,
+                                             const MaybeTensor& alibi_slopes, const MaybeTensor& sinks,
+                                             const MaybeTensor& dropout_seed, double scale, double softcap,
+                                             int64_t window_left, int64_t window_right, bool lower_right,
+                                             double dropout_p) {
   AttentionParams p{};
   fill(p, {"query", query}, {"key", key}, attn_mask, key_padding_mask, alibi_slopes, dropout_seed,
        {scale, softcap, window_left, window_right, lower_right, dropout_p});
@@ -125,15 +129,16 @@ std::tuple<Tensor, Tensor> attention_forward(
 // Sum over the batch of a kernel's (B, H) partial sums, in the dtype of the (H,) input.
 Tensor sum_over_batch(const Tensor& partial, DType dtype) {
   const std::array<int64_t, 1> batch{0};
-  return to_dtype(torch::stable::sum(partial, torch::headeronly::IntHeaderOnlyArrayRef(batch.data(), 1)), dtype);
+  return to_dtype(torch::stable::sum(partial, torch::headeronly::IntHeaderOnlyArrayRef(batch.data(), 1)),
+                  dtype);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
-    const Tensor& grad_out, const MaybeTensor& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
-    const Tensor& out, const Tensor& lse, const MaybeTensor& attn_mask, const MaybeTensor& key_padding_mask,
-    const MaybeTensor& alibi_slopes, const MaybeTensor& sinks, const MaybeTensor& dropout_seed, double scale,
-    double softcap, int64_t window_left, int64_t window_right, bool lower_right, double dropout_p, bool mask_grad,
-    bool alibi_grad, bool sinks_grad) {
+    const Tensor& grad_out, const MaybeTensor& grad_lse, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& out, const Tensor& lse, const MaybeTensor& attn_mask,
+    const MaybeTensor& key_padding_mask, const MaybeTensor& alibi_slopes, const MaybeTensor& sinks,
+    const MaybeTensor& dropout_seed, double scale, double softcap, int64_t window_left, int64_t window_right,
+    bool lower_right, double dropout_p, bool mask_grad, bool alibi_grad, bool sinks_grad) {
   AttentionGradParams p{};
   fill(p, {"query", query}, {"key", key}, attn_mask, key_padding_mask, alibi_slopes, dropout_seed,
        {scale, softcap, window_left, window_right, lower_right, dropout_p});
@@ -176,10 +181,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   return {grad_query, grad_key, grad_value, grad_mask, grad_alibi, grad_sinks};
 }
 
-Tensor attention_weights(const Tensor& query, const Tensor& key, const Tensor& lse, const MaybeTensor& attn_mask,
-                         const MaybeTensor& key_padding_mask, const MaybeTensor& alibi_slopes,
-                         const MaybeTensor& dropout_seed, double scale, double softcap, int64_t window_left,
-                         int64_t window_right, bool lower_right, double dropout_p, bool average_heads) {
+Tensor attention_weights(const Tensor& query, const Tensor& key, const Tensor& lse,
+                         const MaybeTensor& attn_mask, const MaybeTensor& key_padding_mask,
+                         const MaybeTensor& alibi_slopes, const MaybeTensor& dropout_seed, double scale,
+                         double softcap, int64_t window_left, int64_t window_right, bool lower_right,
+                         double dropout_p, bool average_heads) {
   AttentionWeightsParams p{};
   fill(p, {"query", query}, {"key", key}, attn_mask, key_padding_mask, alibi_slopes, dropout_seed,
        {scale, softcap, window_left, window_right, lower_right, dropout_p});

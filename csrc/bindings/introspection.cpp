@@ -10,7 +10,8 @@ PYBIND11_MODULE(_introspection, m) {
   m.doc() = "Instruction sets and build settings of the native CPU kernels.";
   m.def(
       "isa", [] { return fastattn::isas().data[fastattn::chosen_isa()].name; },
-      "Name of the instruction set whose kernels run here: the strongest that is compiled and supported, capped by "
+      "Name of the instruction set whose kernels run here: the strongest that is compiled and supported, "
+      "capped by "
       "the environment variable FASTATTN_CPU_ISA (read once). Raises ValueError if that names none.");
   m.def(
       "isas",
@@ -25,7 +26,8 @@ PYBIND11_MODULE(_introspection, m) {
       "build_info",
       [] {
         py::dict result;
-        for (const auto& [name, value] : fastattn::build_info) result[name] = value;
+        constexpr const char* entries[][2] = FASTATTN_BUILD_INFO;
+        for (const auto& [name, value] : entries) result[name] = value;
         return result;
       },
       "How the native kernels were built: compiler, flags, torch headers, oldest torch they run under.");

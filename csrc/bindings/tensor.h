@@ -1,5 +1,6 @@
 // Between torch::stable::Tensor and the plain structs of csrc/cpu. An op call on small inputs costs a few
-// microseconds, most of it in calls through the stable ABI: shapes are read once and outputs are allocated directly.
+// microseconds, most of it in calls through the stable ABI: shapes are read once and outputs are allocated
+// directly.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -13,8 +14,8 @@
 #include <optional>
 #include <string>
 
-#include "parallel.h"
 #include "attention.h"
+#include "parallel.h"
 
 namespace fastattn {
 
@@ -88,8 +89,8 @@ struct Array {
     if (!ok) {
       std::string text;
       for (int64_t e : expected) text += (text.empty() ? "" : ", ") + std::to_string(e);
-      STD_TORCH_CHECK(
-          false, name, " must have shape (", text, ")", broadcast ? " or 1 in any dimension" : "", ", got ", shape());
+      STD_TORCH_CHECK(false, name, " must have shape (", text, ")", broadcast ? " or 1 in any dimension" : "",
+                      ", got ", shape());
     }
     return *this;
   }
@@ -125,8 +126,8 @@ inline Tensor allocate_contiguous(DType dtype, const int64_t* size, int64_t dim)
     next *= std::max<int64_t>(size[i], 1);
   }
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      dim, size, stride, code_of(dtype), aoti_torch_device_type_cpu(), 0, &handle));
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(dim, size, stride, code_of(dtype), aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
 }
 

@@ -1,4 +1,5 @@
-// From an operator to its kernels for the chosen instruction set: a header, two lines and a function per operator.
+// From an operator to its kernels for the chosen instruction set: a header, two lines and a function per
+// operator.
 #include "attention.h"
 #include "build_config.h"
 #include "isa.h"

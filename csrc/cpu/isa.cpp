@@ -21,7 +21,8 @@ namespace {
 
 #if defined(__x86_64__)
 
-// Every level includes the ones before it. A name stays valid as a cap where the compiler could not build its level.
+// Every level includes the ones before it. A name stays valid as a cap where the compiler could not build its
+// level.
 constexpr const char* known_isas[] = {"baseline", "avx2", "avx512", "avx512_bf16", "amx"};
 
 // cpuid is asked directly: __builtin_cpu_supports knows AVX512-BF16 and AMX only in recent compilers.
