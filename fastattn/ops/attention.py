@@ -134,7 +134,9 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled() or _are_functorch_transforms_active():
             grads = _AttentionBackward.apply(*args)
         else:
-            grads = _call(_backward_op, *args)
+            # Through the dispatcher: autograd.grad(is_grads_batched=True) maps over it without telling
+            # anyone.
+            grads = _backward_op(*args)
         needs = ctx.needs_input_grad
         grad_query, grad_key, grad_value = (
             g if n else None for g, n in zip(grads[:3], needs[:3], strict=True)
@@ -357,7 +359,11 @@ _register_autograd("attention_weights", _weights_op, _AttentionWeights)
 
 
 class _Prepared(NamedTuple):
-    """A checked call: tensors in the four-dimensional form of the ops, and how to undo that form."""
+    """A checked call: tensors in the four-dimensional form of the ops, and how to undo that form.
+
+    ``batch`` are the caller's dimensions before the heads; ``head_dims`` is 1, or 0 where (L, D) has no
+    dimension of heads, or -1 where one was inserted behind the batch.
+    """
 
     query: Tensor
     key: Tensor
@@ -368,123 +374,179 @@ class _Prepared(NamedTuple):
     sinks: Tensor | None
     options: tuple[float, float, int, int, bool, float]
     batch: tuple[int, ...]
-    head_dims: (
-        int  # how many dimensions the caller's heads have: 1, 0 for (L, D), or -1 for one that was inserted
-    )
+    head_dims: int
     request: Request
 
 
-def _found(**tensors: Tensor | None) -> str:
-    return ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items() if t is not None)
+_NAMES = ("query", "key", "value", "attn_mask", "key_padding_mask", "alibi_slopes", "sinks")
 
 
-def _broadcast(what: str, shapes: Sequence[tuple[int, ...]], found: str) -> tuple[int, ...]:
+def _found(tensors: Sequence[Tensor | None]) -> str:
+    """The shapes of the arguments, for error messages; evaluated only where there is an error."""
+    shapes = [f"{n} {tuple(t.shape)}" for n, t in zip(_NAMES, tensors, strict=False) if t is not None]
+    return ", ".join(shapes)
+
+
+def _broadcast(
+    what: str, shapes: Sequence[Sequence[int]], tensors: Sequence[Tensor | None]
+) -> tuple[int, ...]:
     result: list[int] = []
     for shape in shapes:
         result = [1] * (len(shape) - len(result)) + result
         for n in range(1, len(shape) + 1):
             if shape[-n] != 1:
                 if result[-n] != 1 and result[-n] != shape[-n]:
-                    raise RuntimeError(f"{what} do not broadcast: {found}")
+                    raise RuntimeError(f"{what} do not broadcast: {_found(tensors)}")
                 result[-n] = shape[-n]
     return tuple(result)
 
 
-def _check_tensors(query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+def _check_tensors(tensors: Sequence[Tensor | None]) -> None:
+    query = tensors[0]
+    for name, tensor in zip(_NAMES, tensors, strict=True):
+        if tensor is None and name not in ("query", "key", "value"):
+            continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
         if tensor.is_nested or tensor.layout != torch.strided:
             raise NotImplementedError(
-                f"{name} must be a dense strided tensor; nested and sparse ones are not supported"
+                f"{name} must be a dense tensor; nested and sparse ones are not supported"
+            )
+        if tensor.device != query.device:
+            raise RuntimeError(
+                f"{name} is on {tensor.device}, query on {query.device}: all must be on one device"
+            )
+    for name, tensor in zip(_NAMES, tensors[:3], strict=False):
+        if tensor.dtype not in KERNEL_DTYPES:
+            raise RuntimeError(f"{name} must be float32, float64, bfloat16 or float16, got {tensor.dtype}")
+        if tensor.dtype != query.dtype:
+            raise RuntimeError(
+                f"{name} is {tensor.dtype}, query {query.dtype}: query, key and value must agree"
             )
         if tensor.dim() < 2:
-            raise RuntimeError(
-                f"{name} must have at least 2 dimensions (..., length, head dim), got {_found(x=tensor)[2:]}"
-            )
-        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-            raise RuntimeError(f"{name} must be float32, float64, bfloat16 or float16, got {tensor.dtype}")
-    if not query.dtype == key.dtype == value.dtype:
-        raise RuntimeError(
-            f"query, key and value must have the same dtype, got {query.dtype}, {key.dtype} and {value.dtype}"
-        )
-    optional = {
-        "attn_mask": (attn_mask, (torch.bool, query.dtype, torch.float32)),
-        "key_padding_mask": (key_padding_mask, (torch.bool,)),
-        "alibi_slopes": (alibi_slopes, (torch.float32, *[torch.float64] * (query.dtype == torch.float64))),
-        "sinks": (sinks, (query.dtype, torch.float32)),
-    }
-    for name, (tensor, dtypes) in optional.items():
-        if tensor is None:
-            continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
-        if tensor.dtype not in dtypes:
-            allowed = " or ".join(str(d) for d in dict.fromkeys(dtypes))
+            raise RuntimeError(f"{name} must be (..., length, head dim), got {_found(tensors)}")
+    _, _, _, attn_mask, key_padding_mask, alibi_slopes, sinks = tensors
+    wide = (torch.float32, torch.float64) if query.dtype == torch.float64 else (torch.float32,)
+    for name, tensor, dtypes in (
+        ("attn_mask", attn_mask, (torch.bool, query.dtype, torch.float32)),
+        ("key_padding_mask", key_padding_mask, (torch.bool,)),
+        ("alibi_slopes", alibi_slopes, wide),
+        ("sinks", sinks, (query.dtype, torch.float32)),
+    ):
+        if tensor is not None and tensor.dtype not in dtypes:
+            allowed = " or ".join([str(d) for d in dtypes])
             raise RuntimeError(f"{name} must be {allowed} beside a {query.dtype} query, got {tensor.dtype}")
-    for name, tensor in (("key", key), ("value", value), *((n, t) for n, (t, _) in optional.items())):
-        if tensor is not None and tensor.device != query.device:
-            raise RuntimeError(
-                f"all tensors must be on one device: query is on {query.device}, {name} on {tensor.device}"
-            )
 
 
-def _check_options(dropout_p, window_size, softcap, causal_alignment) -> tuple[int, int]:
+def _check_options(dropout_p, window_size, softcap, causal_alignment) -> None:
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
     if not softcap >= 0.0:
         raise ValueError(f"softcap must not be negative, got {softcap}")
     if causal_alignment not in ("upper_left", "lower_right"):
         raise ValueError(f"causal_alignment must be 'upper_left' or 'lower_right', got {causal_alignment!r}")
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        raise ValueError(f"window_size must be a pair (left, right), got {window_size!r}") from None
-    if not (isinstance(left, int) and isinstance(right, int) and left >= -1 and right >= -1):
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"window_size must be a pair (left, right), got {window_size!r}")
+    if not all(isinstance(n, int) and n >= -1 for n in window_size):
         raise ValueError(
             f"window_size must hold two integers of at least -1 (unlimited), got {window_size!r}"
         )
-    return left, right
 
 
-def _autocast(query, key, value, attn_mask, sinks):
-    # As torch's autocast of its own function, except that fp32 masks stay fp32: a finite float32 minimum
-    # rounded to float16 would become -inf, and hide what was only discouraged.
-    device = query.device.type if isinstance(query, Tensor) else "cpu"
-    if not torch.is_autocast_enabled(device):
-        return query, key, value, attn_mask, sinks
-    dtype = torch.get_autocast_dtype(device)
+def _autocast(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    # As torch's autocast of its own function, except that float32 masks stay float32: a finite float32
+    # minimum rounded to float16 would become -inf, and hide what was only discouraged.
+    if not isinstance(tensors[0], Tensor) or not torch.is_autocast_enabled(tensors[0].device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
 
-    def cast(tensor, keep=()):
-        lower = (
-            isinstance(tensor, Tensor)
-            and tensor.is_floating_point()
-            and tensor.dtype not in (torch.float64, *keep)
-        )
+    def cast(tensor, *keep):
+        lower = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype not in keep
         return tensor.to(dtype) if lower else tensor
 
-    keep = (torch.float32,)
-    return cast(query), cast(key), cast(value), cast(attn_mask, keep), cast(sinks, keep)
+    query, key, value = (cast(t, torch.float64) for t in tensors[:3])
+    attn_mask, sinks = (cast(t, torch.float64, torch.float32) for t in (tensors[3], tensors[6]))
+    return query, key, value, attn_mask, tensors[4], tensors[5], sinks
 
 
 def _prepare(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *,
-    window_size=_UNLIMITED, softcap=0.0, alibi_slopes=None, sinks=None, key_padding_mask=None,
-    causal_alignment="upper_left", return_lse=False, impl="auto",
+    tensors: Sequence[Tensor | None], dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False,
+    window_size=_UNLIMITED, softcap=0.0, causal_alignment="upper_left", return_lse=False,
 ) -> _Prepared:  # fmt: skip
-    query, key, value, attn_mask, sinks = _autocast(query, key, value, attn_mask, sinks)
-    _check_tensors(query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks)
-    window_left, window_right = _check_options(dropout_p, window_size, softcap, causal_alignment)
+    if _is_any_autocast_enabled():
+        tensors = _autocast(tensors)
+    _check_tensors(tensors)
+    _check_options(dropout_p, window_size, softcap, causal_alignment)
+    query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks = tensors
+    D = query.shape[-1]
+    if key.shape[-1] != D:
+        raise RuntimeError(f"query and key must have the same head dim: {_found(tensors)}")
+    if value.shape[-2] != key.shape[-2]:
+        raise RuntimeError(f"key and value must have the same length: {_found(tensors)}")
+    if alibi_slopes is not None and query.dtype == torch.float64:
+        tensors = (*tensors[:5], alibi_slopes.to(torch.float64), sinks)
+
+    shape = query.shape
+    if len(shape) == 4 and _is_arranged(tensors, enable_gqa):
+        batch, head_dims = shape[:1], 1
+    else:
+        tensors, batch, head_dims = _arrange(tensors, enable_gqa)
+    used = []
     if is_causal:
-        window_right = 0
+        used.append("is_causal")
+    if window_size[0] >= 0 or window_size[1] >= 0:
+        used.append("window_size")
+    if softcap > 0:
+        used.append("softcap")
+    if dropout_p > 0:
+        used.append("dropout_p")
+    if return_lse:
+        used.append("return_lse")
+    for name, tensor in zip(_NAMES[3:], tensors[3:], strict=True):
+        if tensor is not None:
+            used.append(name)
+    if scale is None:
+        scale = D**-0.5 if D else 1.0
+    window_right = 0 if is_causal else window_size[1]
+    options = (
+        float(scale), float(softcap), window_size[0], window_right, causal_alignment == "lower_right",
+        float(dropout_p),
+    )  # fmt: skip
+    return _Prepared(
+        *tensors, options, batch, head_dims, Request(query.device.type, query.dtype, tuple(used))
+    )
 
-    (L, D), (S, key_dim), (value_length, Dv) = query.shape[-2:], key.shape[-2:], value.shape[-2:]
-    found = _found(query=query, key=key, value=value)
-    if key_dim != D:
-        raise RuntimeError(f"query and key must have the same head dim: {found}")
-    if value_length != S:
-        raise RuntimeError(f"key and value must have the same length: {found}")
 
+def _is_arranged(tensors: Sequence[Tensor | None], enable_gqa: bool) -> bool:
+    """Whether the tensors are in the form of the ops already, as they nearly always are."""
+    query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks = tensors
+    if key.dim() != 4 or value.dim() != 4:
+        return False
+    (B, H, L, _), (key_batch, Hkv, S, _), value_shape = query.shape, key.shape, value.shape
+    return (
+        B == key_batch == value_shape[0]
+        and Hkv == value_shape[1]
+        and (H == Hkv or (enable_gqa and Hkv > 0 and H % Hkv == 0))
+        and (
+            attn_mask is None
+            or (
+                attn_mask.dim() == 4
+                and all(n == 1 or n == m for n, m in zip(attn_mask.shape, (B, H, L, S), strict=True))
+            )
+        )
+        and (key_padding_mask is None or key_padding_mask.shape == (B, S))
+        and (alibi_slopes is None or alibi_slopes.shape == (H,) or alibi_slopes.shape == (B, H))
+        and (sinks is None or sinks.shape == (H,))
+    )
+
+
+def _arrange(
+    tensors: Sequence[Tensor | None], enable_gqa: bool
+) -> tuple[Sequence[Tensor | None], tuple[int, ...], int]:
+    """Any number of leading dimensions, broadcasting as in a matrix product, to the four of the ops."""
+    given = tensors
+    query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks = tensors
+    L, S = query.shape[-2], key.shape[-2]
     dims = max(query.dim(), key.dim(), value.dim()) - 2
     head_dims = min(dims, 1)
     if (
@@ -494,7 +556,7 @@ def _prepare(
         and key_padding_mask.shape[0] != 1
     ):
         # (N, L, D) with one padding mask per leading index: that index is a batch of one head, not heads.
-        query, key, value = (t.unsqueeze(-3) for t in (query, key, value))
+        query, key, value = query.unsqueeze(-3), key.unsqueeze(-3), value.unsqueeze(-3)
         if attn_mask is not None and attn_mask.dim() >= 3:
             attn_mask = attn_mask.unsqueeze(-3)
         head_dims = -1
@@ -504,117 +566,79 @@ def _prepare(
         if alibi_slopes is not None and alibi_slopes.dim() == 2 and alibi_slopes.shape[0] == 1:
             alibi_slopes = alibi_slopes[0]
 
-    found = _found(
-        query=query, key=key, value=value, attn_mask=attn_mask, key_padding_mask=key_padding_mask,
-        alibi_slopes=alibi_slopes, sinks=sinks,
-    )  # fmt: skip
     leads = [t.shape[:-2] for t in (query, key, value)]
     if attn_mask is not None:
-        mask_shape = (1,) * (2 - attn_mask.dim()) + tuple(attn_mask.shape)
-        if mask_shape[-1] not in (1, S) or mask_shape[-2] not in (1, L):
-            raise RuntimeError(f"attn_mask must broadcast to (..., {L}, {S}), got {tuple(attn_mask.shape)}")
-        leads.append(mask_shape[:-2])
+        while attn_mask.dim() < 2:
+            attn_mask = attn_mask.unsqueeze(0)
+        if attn_mask.shape[-1] not in (1, S) or attn_mask.shape[-2] not in (1, L):
+            raise RuntimeError(f"attn_mask must broadcast to (..., {L}, {S}), got {_found(given)}")
+        leads.append(attn_mask.shape[:-2])
     batches = [lead[:-1] for lead in leads]
-    batch_dims = max(len(b) for b in batches)
+    batch_dims = max([len(b) for b in batches])
     if key_padding_mask is not None:
-        if (
-            key_padding_mask.dim() == 0
-            or key_padding_mask.shape[-1] != S
-            or key_padding_mask.dim() - 1 > batch_dims
-        ):
-            raise RuntimeError(f"key_padding_mask must be (batch, {S}), got {found}")
+        if not 1 <= key_padding_mask.dim() <= batch_dims + 1 or key_padding_mask.shape[-1] != S:
+            raise RuntimeError(f"key_padding_mask must be (batch, {S}), got {_found(given)}")
         batches.append(key_padding_mask.shape[:-1])
     if alibi_slopes is not None:
         if not 1 <= alibi_slopes.dim() <= batch_dims + 1:
-            raise RuntimeError(f"alibi_slopes must be (heads,) or (batch, heads), got {found}")
+            raise RuntimeError(f"alibi_slopes must be (heads,) or (batch, heads), got {_found(given)}")
         batches.append(alibi_slopes.shape[:-1])
-    batch = _broadcast("the batch dimensions", batches, found)
+    batch = _broadcast("batch dimensions", batches, given)
 
     heads = [lead[-1] if lead else 1 for lead in leads]
-    key_heads, value_heads = heads[1:3]
+    H, key_heads, value_heads = heads[:3]
     if enable_gqa:
-        H = heads[0]
-        if min(heads[1:3]) <= 0 < H or any(h and H % h for h in heads[1:3]):
-            raise RuntimeError(
-                f"with enable_gqa=True key and value heads must divide the query heads: {found}"
-            )
-        if len(heads) == 4:
-            _broadcast("the heads of query and attn_mask", [(H,), (heads[3],)], found)
-            H = max(H, heads[3]) if H == 1 else H
+        for n in (key_heads, value_heads):
+            if (H % n != 0) if n > 0 else H > 0:
+                raise RuntimeError(
+                    f"with enable_gqa=True key and value heads must divide the query's: {_found(given)}"
+                )
+        if attn_mask is not None:
+            (H,) = _broadcast("heads of query and attn_mask", [(H,), (heads[3],)], given)
     else:
-        (H,) = _broadcast(
-            "the heads (pass enable_gqa=True to share key/value heads)", [(h,) for h in heads], found
-        )
+        what = "heads (enable_gqa=True lets query heads share key and value heads)"
+        (H,) = _broadcast(what, [(h,) for h in heads], given)
     for name, tensor in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if tensor is not None and (
             tensor.dim() == 0 or tensor.shape[-1] != H or (name == "sinks" and tensor.dim() > 1)
         ):
-            raise RuntimeError(f"{name} must have one entry for each of the {H} heads: {found}")
+            raise RuntimeError(f"{name} must have one entry for each of the {H} heads, got {_found(given)}")
 
     Hkv = key_heads
-    if key_heads != value_heads or (H and not Hkv):
-        # Heads that key and value share differently are written out; otherwise sharing is the kernel's
-        # business.
+    if key_heads != value_heads:
+        # Heads that key and value share differently are written out; equal sharing is the kernel's business.
         Hkv = H
-        if enable_gqa:
-            key = key.repeat_interleave(H // key_heads, -3) if key.dim() > 2 else key
-            value = value.repeat_interleave(H // value_heads, -3) if value.dim() > 2 else value
+        key = key.repeat_interleave(H // key_heads, -3) if 1 < key_heads < H else key
+        value = value.repeat_interleave(H // value_heads, -3) if 1 < value_heads < H else value
 
     if attn_mask is not None:
-        attn_mask = attn_mask.reshape(mask_shape) if attn_mask.dim() < 2 else attn_mask
-        shape = (1,) * (len(batch) + 3 - len(mask_shape)) + mask_shape
-        if all(b == 1 for b in shape[:-3]):
-            attn_mask = attn_mask.reshape(1, *shape[-3:])
+        inner = (*(1,) * (3 - attn_mask.dim()), *attn_mask.shape)[-3:]
+        if all(n == 1 for n in attn_mask.shape[:-3]):
+            attn_mask = attn_mask.reshape(1, *inner)
         else:
-            attn_mask = _flatten_batch(attn_mask, (*batch, *shape[-3:]), len(batch))
+            attn_mask = _join(attn_mask, batch, inner)
     if key_padding_mask is not None:
-        key_padding_mask = _flatten_batch(key_padding_mask, (*batch, S), len(batch))
-    if alibi_slopes is not None:
-        if query.dtype == torch.float64:
-            alibi_slopes = alibi_slopes.to(torch.float64)
-        if alibi_slopes.dim() > 1:
-            alibi_slopes = _flatten_batch(alibi_slopes, (*batch, H), len(batch))
-
-    options = {
-        "attn_mask": attn_mask is not None,
-        "key_padding_mask": key_padding_mask is not None,
-        "is_causal": is_causal,
-        "window_size": window_left >= 0 or (window_right >= 0 and not is_causal),
-        "softcap": softcap > 0,
-        "alibi_slopes": alibi_slopes is not None,
-        "sinks": sinks is not None,
-        "dropout_p": dropout_p > 0,
-        "return_lse": return_lse,
-    }
-    return _Prepared(
-        _flatten_batch(query, (*batch, H, L, D), len(batch)),
-        _flatten_batch(key, (*batch, Hkv, S, D), len(batch)),
-        _flatten_batch(value, (*batch, Hkv, S, Dv), len(batch)),
+        key_padding_mask = _join(key_padding_mask, batch, (S,))
+    if alibi_slopes is not None and alibi_slopes.dim() > 1:
+        alibi_slopes = _join(alibi_slopes, batch, (H,))
+    arranged = (
+        _join(query, batch, (H, L, query.shape[-1])),
+        _join(key, batch, (Hkv, S, key.shape[-1])),
+        _join(value, batch, (Hkv, S, value.shape[-1])),
         attn_mask,
         key_padding_mask,
         alibi_slopes,
         sinks,
-        (
-            (D**-0.5 if D else 1.0) if scale is None else float(scale),
-            float(softcap),
-            window_left,
-            window_right,
-            causal_alignment == "lower_right",
-            float(dropout_p),
-        ),
-        batch,
-        head_dims,
-        Request(query.device.type, query.dtype, tuple(name for name, used in options.items() if used)),
     )
+    return arranged, batch, head_dims
 
 
-def _flatten_batch(tensor: Tensor, shape: tuple[int, ...], batch_dims: int) -> Tensor:
-    """Broadcasts to ``shape`` and joins the leading ``batch_dims`` dimensions; a view where strides allow."""
-    if tensor.shape != shape:
-        tensor = tensor.expand(shape)
-    if batch_dims == 0:
+def _join(tensor: Tensor, batch: tuple[int, ...], inner: Sequence[int]) -> Tensor:
+    """Broadcasts to (*batch, *inner) and joins the batch dimensions into one; a view where strides allow."""
+    tensor = tensor.expand(*batch, *inner)
+    if len(batch) == 0:
         return tensor.unsqueeze(0)
-    return tensor if batch_dims == 1 else tensor.flatten(0, batch_dims - 1)
+    return tensor if len(batch) == 1 else tensor.flatten(0, len(batch) - 1)
 
 
 def _restore(tensor: Tensor, call: _Prepared) -> Tensor:
@@ -778,9 +802,8 @@ def scaled_dot_product_attention(
             return (out, lse) if return_lse else out
 
     call = _prepare(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size=window_size,
-        softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, key_padding_mask=key_padding_mask,
-        causal_alignment=causal_alignment, return_lse=return_lse,
+        (query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks), dropout_p, is_causal, scale,
+        enable_gqa, window_size, softcap, causal_alignment, return_lse,
     )  # fmt: skip
     implementation = choose(call.request, impl)
     if implementation == "cpu" and not is_compiling():
@@ -790,10 +813,12 @@ def scaled_dot_product_attention(
 
 
 def _choice(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, **options
-):
-    call = _prepare(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **options)
-    return choose(call.request, options.get("impl", "auto")), candidates(call.request)
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *,
+    key_padding_mask=None, alibi_slopes=None, sinks=None, impl="auto", **options,
+):  # fmt: skip
+    tensors = (query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks)
+    call = _prepare(tensors, dropout_p, is_causal, scale, enable_gqa, **options)
+    return choose(call.request, impl), candidates(call.request)
 
 
 scaled_dot_product_attention._choice = _choice
@@ -825,17 +850,8 @@ def attention_with_weights(
     Example:
         >>> out, weights = attention_with_weights(q, k, v, is_causal=True)
     """
-    call = _prepare(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        key_padding_mask=key_padding_mask,
-        return_lse=True,
-    )
+    tensors = (query, key, value, attn_mask, key_padding_mask, None, None)
+    call = _prepare(tensors, dropout_p, is_causal, scale, return_lse=True)
     implementation = choose(call.request, impl)
     seed = _draw_seed(call)
     out, lse = _run(call, seed, implementation)
