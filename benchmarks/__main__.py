@@ -13,7 +13,7 @@ from fastattn import _native
 from . import attention, machine, memory, report
 from .figures import Spread
 from .roof import Roof, roofs
-from .runner import BASELINE, ROOF, CaseResult, paired, summarize
+from .runner import BASELINE, CaseResult, paired, roof_name, summarize
 
 PAIRS, QUICK_PAIRS = 15, 5
 ROOF_TRIALS = 15
@@ -59,10 +59,13 @@ def measure_memory(case: attention.MemoryCase, threads: int) -> CaseResult:
 
 
 def measure_time(
-    case: attention.AttentionCase | attention.ModuleCase, pairs: int, roof: Roof | None, absent: set[str]
+    case: attention.AttentionCase | attention.ModuleCase,
+    pairs: int,
+    available: dict[str, Roof],
+    absent: set[str],
 ) -> CaseResult:
     """Time the contestants that give torch's result; the others are failures, each with its reason."""
-    result = CaseResult(case.name, case.tags, None if roof is None else case.roof, case.flops, case.work)
+    result = CaseResult(case.name, case.tags, case.roofs[0], case.flops, case.work)
     contestants = {name: call for name, call in case.contestants().items() if name not in absent}
     expected = contestants[BASELINE]()
     for name in [name for name in contestants if name != BASELINE]:
@@ -76,9 +79,9 @@ def measure_time(
                 result.failures[name] = f"differs from torch by {difference:.1e} (relative RMS)"
         if name in result.failures:
             del contestants[name]
-    if roof is not None:
-        contestants[ROOF] = roof.call
-    return summarize(result, paired(contestants, pairs), None if roof is None else roof.work)
+    beside = {kind: available[kind] for kind in case.roofs if kind in available}
+    contestants |= {roof_name(kind): roof.call for kind, roof in beside.items()}
+    return summarize(result, paired(contestants, pairs), {kind: roof.work for kind, roof in beside.items()})
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -120,7 +123,7 @@ def main(arguments: Sequence[str]) -> int:
     available = roofs()
     rates = {}
     for kind, roof in available.items():
-        seconds = paired({ROOF: roof.call}, ROOF_TRIALS)[ROOF]
+        (seconds,) = paired({kind: roof.call}, ROOF_TRIALS).values()
         rate = Spread.of([roof.work / second / 1e9 for second in seconds])
         rates[kind] = {"rate": rate.median, "q80": rate.q80, "unit": roof.unit, "source": roof.source}
         print(f"roof {kind}: {rate.median:.0f} {roof.unit} (80% quantile {rate.q80:.0f}), {roof.source}")
@@ -130,7 +133,7 @@ def main(arguments: Sequence[str]) -> int:
         if isinstance(case, attention.MemoryCase):
             result = measure_memory(case, options.threads)
         else:
-            result = measure_time(case, options.pairs, available.get(case.roof), absent)
+            result = measure_time(case, options.pairs, available, absent)
         results.append(result)
         print(report.line(result), flush=True)
 

@@ -19,6 +19,8 @@ Tensors = tuple[torch.Tensor, ...]
 Contestant = Callable[[], Tensors]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# The roofs (roof.py) beside which a case is put where the machine has them; bars are about the first one.
+ROOFS = {"fp32": ("fp32",), "bf16": ("bf16", "bf16_tile")}
 
 # Batch, heads, length, head dim.
 GRID = (
@@ -90,8 +92,8 @@ class AttentionCase:
         )
 
     @property
-    def roof(self) -> str:
-        return "copy" if self.family == "decode" else self.dtype
+    def roofs(self) -> tuple[str, ...]:
+        return ("copy",) if self.family == "decode" else ROOFS[self.dtype]
 
     @property
     def flops(self) -> int:
@@ -100,8 +102,8 @@ class AttentionCase:
 
     @property
     def work(self) -> int:
-        """What the roof is a rate of: operations, or for decoding the bytes of the cache, read once."""
-        if self.roof != "copy":
+        """What the roofs are rates of: operations, or for decoding the bytes of the cache, read once."""
+        if self.roofs != ("copy",):
             return self.flops
         itemsize = DTYPES[self.dtype].itemsize
         return 2 * self.batch * self.kv_heads * self.keys * self.head_dim * itemsize
@@ -173,7 +175,7 @@ class ModuleCase:
     tags: tuple[str, ...] = ()
     quick: bool = False
     family: str = "module"
-    roof: str = "fp32"
+    roofs: tuple[str, ...] = ("fp32",)
 
     @property
     def name(self) -> str:

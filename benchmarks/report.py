@@ -74,8 +74,9 @@ def row(result: CaseResult) -> dict[str, str]:
     unit = "GB/s" if result.roof == "copy" else "GFLOP/s"
     for name in result.seconds:
         cells[f"{name} {unit}"] = f"{result.rate(name):.1f}"
-        if name in result.roof_fraction:
-            cells[f"{name} {unit}"] += f" ({result.roof_fraction[name].median:.0%})"
+        fractions = [f"{of[name].median:.0%} {kind}" for kind, of in result.roof_fraction.items()]
+        if fractions:
+            cells[f"{name} {unit}"] += f" ({', '.join(fractions)})"
     for name, failure in result.failures.items():
         cells[f"{name}"] = f"FAILED: {failure}"
     return cells

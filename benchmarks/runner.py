@@ -1,7 +1,7 @@
 """Paired measurement: the contestants of a case alternate in one process and are compared round by round.
 
 Clocks of shared machines are coarse and their speed drifts, so a single time says little. A sample repeats a
-contestant until it lasts `SAMPLE_SECONDS`; a round takes one sample of every contestant, and of the roof, in
+contestant until it lasts `SAMPLE_SECONDS`; a round takes one sample of every contestant, and of the roofs, in
 shuffled order; figures are medians of the ratios within rounds. Nothing is discarded.
 """
 
@@ -58,12 +58,12 @@ class CaseResult:
 
     name: str
     tags: tuple[str, ...]
-    roof: str | None = None
+    roof: str | None = None  # the one that `work` is counted for and bars are about
     flops: int = 0
     work: int = 0
     seconds: dict[str, Spread] = field(default_factory=dict)
     ratio: dict[str, Spread] = field(default_factory=dict)
-    roof_fraction: dict[str, Spread] = field(default_factory=dict)
+    roof_fraction: dict[str, dict[str, Spread]] = field(default_factory=dict)  # by roof, by contestant
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
     samples: dict[str, list[float]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
@@ -77,24 +77,28 @@ class CaseResult:
         if kind == "memory":
             found = self.memory.get(contestant)
             return None if found is None else Spread.of([found["growth_ratio"]])
-        return {"ratio": self.ratio, "roof": self.roof_fraction}[kind].get(contestant)
+        figures = {"ratio": self.ratio, "roof": self.roof_fraction.get(self.roof, {})}
+        return figures[kind].get(contestant)
 
 
-ROOF = "roof"
+def roof_name(kind: str) -> str:
+    """What a roof is called among the contestants."""
+    return f"roof {kind}"
 
 
-def summarize(result: CaseResult, samples: dict[str, list[float]], roof_work: float | None) -> CaseResult:
-    """Fill in the figures from the samples; the roof is the contestant named `ROOF`."""
+def summarize(result: CaseResult, samples: dict[str, list[float]], roof_work: dict[str, float]) -> CaseResult:
+    """Fill in the figures from the samples of contestants and roofs, given each roof's work per call."""
     result.samples = samples
     baseline = samples.get(BASELINE)
-    for name, seconds in samples.items():
-        if name == ROOF:
-            continue
+    timed = {name: seconds for name, seconds in samples.items() if name not in map(roof_name, roof_work)}
+    for name, seconds in timed.items():
         result.seconds[name] = Spread.of(seconds)
         if baseline is not None and name != BASELINE:
             result.ratio[name] = Spread.of(ratios(baseline, seconds))
-        if roof_work is not None and result.work:
-            # (work / t) / (roof_work / t_roof), both of the same round
-            scale = result.work / roof_work
-            result.roof_fraction[name] = Spread.of([scale * r for r in ratios(samples[ROOF], seconds)])
+    for kind, work in roof_work.items():
+        # (work / t) / (roof's work / roof's t), both times of the same round
+        result.roof_fraction[kind] = {
+            name: Spread.of([result.work / work * r for r in ratios(samples[roof_name(kind)], seconds)])
+            for name, seconds in timed.items()
+        }
     return result

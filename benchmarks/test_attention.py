@@ -25,5 +25,5 @@ def _contestants(case):
 )
 def test_attention(benchmark, case, contestant):
     benchmark.group = case.name
-    benchmark.extra_info |= {"flops": case.flops, "work": case.work, "roof": case.roof}
+    benchmark.extra_info |= {"flops": case.flops, "work": case.work, "roof": case.roofs[0]}
     benchmark(case.contestants()[contestant])

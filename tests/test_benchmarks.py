@@ -61,14 +61,15 @@ def test_ratios_are_taken_within_rounds():
 
 def test_summary_has_ratio_rate_and_fraction_of_the_roof():
     result = CaseResult("case", (), roof="fp32", flops=8 * 10**9, work=8 * 10**9)
-    samples = {"torch": [2.0, 4.0, 8.0], "cpu": [1.0, 2.0, 4.0], "roof": [0.5, 1.0, 2.0]}
-    summarize(result, samples, roof_work=8e9)
+    samples = {"torch": [2.0, 4.0, 8.0], "cpu": [1.0, 2.0, 4.0], "roof fp32": [0.5, 1.0, 2.0]}
+    summarize(result, samples, roof_work={"fp32": 8e9})
     assert result.ratio == {"cpu": Spread(2.0, 2.0, 2.0)}
     assert result.seconds["cpu"].median == 2.0
     assert result.rate("cpu") == pytest.approx(4.0)
-    assert result.roof_fraction["cpu"] == Spread(0.5, 0.5, 0.5)
-    assert result.roof_fraction["torch"].median == pytest.approx(0.25)
-    assert "roof" not in result.seconds
+    assert result.roof_fraction["fp32"]["cpu"] == Spread(0.5, 0.5, 0.5)
+    assert result.roof_fraction["fp32"]["torch"].median == pytest.approx(0.25)
+    assert result.measure("roof", "cpu") == result.roof_fraction["fp32"]["cpu"]
+    assert set(result.seconds) == {"torch", "cpu"}
 
 
 def test_every_sample_is_kept_and_the_order_is_shuffled():
@@ -217,7 +218,7 @@ def test_disagreement_sees_wrong_shapes_values_and_nan():
 
 
 class FakeCase:
-    name, tags, roof, flops, work, dtype = "fake", ("tag",), "fp32", 1, 1, "fp32"
+    name, tags, roofs, flops, work, dtype = "fake", ("tag",), ("fp32",), 1, 1, "fp32"
 
     def contestants(self):
         def unsupported():
@@ -233,7 +234,7 @@ class FakeCase:
 
 
 def test_wrong_and_unsupported_contestants_are_not_timed():
-    result = measure_time(FakeCase(), 1, None, {"left out"})
+    result = measure_time(FakeCase(), 1, {}, {"left out"})
     assert set(result.seconds) == {"torch", "right"}
     assert set(result.failures) == {"wrong", "unsupported"}
     assert "differs from torch by 1.0e-01" in result.failures["wrong"]
@@ -356,7 +357,7 @@ def test_run_prints_and_writes_everything(tmp_path, capsys):
     assert case["name"] == SMALL and set(case["seconds"]) == contestants
     assert set(case["ratio"]) == set(case["giga_per_second"]) - {"torch"} == contestants - {"torch"}
     assert set(case["ratio"]["auto"]) == {"median", "q20", "q80"}
-    assert set(case["roof_fraction"]) == contestants
+    assert set(case["roof_fraction"]["fp32"]) == contestants
     assert all(len(values) == 2 for values in case["samples"].values())
     assert len(content["bars"]) == len(attention.BARS)
     bar = next(bar for bar in content["bars"] if bar["bar"]["tag"] == "small")
