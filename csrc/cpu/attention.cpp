@@ -136,7 +136,6 @@ struct Attention {
   static constexpr int kTile = N * NV;
   static constexpr bool kDirect = kSame<T, E>;  // operands can be read where they lie
   static constexpr bool kPairs = Format::kStep == 2;
-  static constexpr int kExpDegree = kSame<T, bf16> ? 4 : 6;
   static constexpr A kInf = A(__builtin_inf());
   // Keys per tile are rounded to this: the depth of out^T += V^T P^T, and the rows of the scores.
   static constexpr int64_t kKeyStep = Format::kDepth > Format::kRows ? Format::kDepth : Format::kRows;
@@ -564,9 +563,7 @@ struct Attention {
       visible |= value != -kInf;
       altered |= value != 0;
     }
-    bool any_visible = false, any_altered = false;
-    for (int i = 0; i < N; ++i) any_visible |= visible[i] != 0, any_altered |= altered[i] != 0;
-    return int(any_visible) | int(any_altered) << 1;
+    return int(any(visible)) | int(any(altered)) << 1;
   }
   static int mask_tile(const Problem& q, const Tile& tile, int64_t begin, int64_t end, A* bias) {
     if (q.p.mask.dtype == DType::boolean || !q.p.mask.data) return fill_mask_tile<uint8_t>(q, tile, begin, end, bias);
@@ -577,79 +574,108 @@ struct Attention {
   // The part of a block that a tile visits: [begin, end) rounded to what the products need, relative to the block.
   struct Span {
     int64_t begin, end;
-    bool empty() const { return begin >= end; }
   };
-  static Span span(const KeyBlock& block, const Tile& tile) {
+  static Span span_of(const KeyBlock& block, const Tile& tile) {
     int64_t begin = max(block.begin, tile.lo_min), end = min(block.end, tile.hi_max);
     if (begin >= end) return {0, 0};
     return {round_down(begin - block.begin, kKeyStep), round_up(end - block.begin, kKeyStep)};
   }
 
-  // scores[key - block.begin][kTile] for the span, in log2 units up to the factor returned in `factor`; hidden = -inf.
-  // `bend` receives d(capped score) / d(scaled score) where there is a softcap. False where nothing is visible.
-  static bool score_tile(const Problem& q, const Tile& tile, const E* query_panel, const KeyBlock& block, Span span,
-                         A* scores, A* bias, A* bend, A& factor) {
-    const AttentionParams& p = q.p;
-    const int64_t begin = block.begin + span.begin;
-    const int64_t end = min(block.begin + span.end, block.end);
-    int content = 1;
-    if (q.masked) {
-      content = mask_tile(q, tile, begin, end, bias);
-      if (!(content & 1)) return false;
+  // Scores of one tile and key block on their way: scores[key - block.begin][kTile] for the keys of the span.
+  struct Scores {
+    A *scores, *bias;
+    Span span;
+    int64_t block_begin;
+    int64_t begin, end;  // keys of the span that exist
+    int content;         // what mask_tile says
+    A factor;            // the score in log2 units is scores * factor
+
+    void take(Arena& arena, const Problem& q) {
+      scores = arena.take<A>(kBlock * kTile);
+      bias = q.masked ? arena.take<A>(kBlock * kTile) : nullptr;
     }
-    A* tile_scores = scores + span.begin * kTile;
-    const int64_t keys = span.end - span.begin;
-    Format::gemm(keys, kTile, q.depth, block.key.data + span.begin * block.key.rows, block.key.rows, block.key.columns,
-                 query_panel, kTile, tile_scores, kTile, false);
-    factor = A(p.scale * kLog2e);
-    if (q.general) {
-      const A scale = A(p.scale), cap = A(p.softcap), inverse_cap = cap > 0 ? A(1) / cap : A(0);
-      for (int64_t j = 0; j < end - begin; ++j)
-        for (int v = 0; v < NV; ++v) {
-          A* at = tile_scores + j * kTile + v * N;
-          V s = load(at) * scale;
-          if (cap > 0) {
-            V t = tanh(s * inverse_cap);
-            s = t * cap;
-            if (bend) store(bend + (span.begin + j) * kTile + v * N, A(1) - t * t);
+    // False where the tile sees nothing of the block.
+    bool start(const Problem& q, const Tile& tile, const KeyBlock& block) {
+      span = span_of(block, tile);
+      if (span.begin >= span.end) return false;
+      block_begin = block.begin;
+      begin = block.begin + span.begin;
+      end = min(block.begin + span.end, block.end);
+      content = q.masked ? mask_tile(q, tile, begin, end, bias) : 1;
+      return content & 1;
+    }
+    // The products of keys [from, to) of the block.
+    void multiply(const Problem& q, const E* query_panel, const KeyBlock& block, int64_t from, int64_t to) {
+      Format::gemm(to - from, kTile, q.depth, block.key.data + from * block.key.rows, block.key.rows, block.key.columns,
+                   query_panel, kTile, scores + from * kTile, kTile, false);
+    }
+    // From q.k to log2 units (up to `factor`) with hidden scores at -inf. `bend` receives d(capped score) /
+    // d(scaled score) where there is a softcap.
+    void transform(const Problem& q, const Tile& tile, A* bend) {
+      const AttentionParams& p = q.p;
+      A* rows = scores + span.begin * kTile;
+      const int64_t keys = span.end - span.begin;
+      factor = A(p.scale * kLog2e);
+      if (q.general) {
+        const A scale = A(p.scale), cap = A(p.softcap), inverse_cap = cap > 0 ? A(1) / cap : A(0);
+        for (int64_t j = 0; j < end - begin; ++j)
+          for (int v = 0; v < NV; ++v) {
+            A* at = rows + j * kTile + v * N;
+            V s = load(at) * scale;
+            if (cap > 0) {
+              V t = tanh(s * inverse_cap);
+              s = t * cap;
+              if (bend) store(bend + (span.begin + j) * kTile + v * N, A(1) - t * t);
+            }
+            s *= A(kLog2e);
+            if (p.alibi.data) {
+              V distance = load(tile.diagonal + v * N) - A(begin + j);
+              distance = distance < 0 ? -distance : distance;
+              s -= load(tile.slope + v * N) * distance * A(kLog2e);
+            }
+            if (content & 2) {
+              V m = load(bias + j * kTile + v * N);
+              s = m == -kInf ? m : s + m;
+            }
+            store(at, s);
           }
-          s *= A(kLog2e);
-          if (p.alibi.data) {
-            V distance = load(tile.diagonal + v * N) - A(begin + j);
-            distance = distance < 0 ? -distance : distance;
-            s -= load(tile.slope + v * N) * distance * A(kLog2e);
-          }
-          if (content & 2) {
-            V m = load(bias + j * kTile + v * N);
-            s = m == -kInf ? m : s + m;
-          }
-          store(at, s);
+        if (bend)  // dS is 0 in the rows behind the last key; so must be what it is multiplied with
+          for (int64_t x = (end - block_begin) * kTile; x < span.end * kTile; x += N) store(bend + x, V{});
+        factor = 1;
+      }
+      // Keys that some lane's band does not include.
+      using VI = Vec<Int<A>>;
+      for (int64_t j = 0; j < keys; ++j) {
+        const int64_t key = begin + j;
+        if (key >= tile.lo_max && key < tile.hi_min) {
+          j = min(keys, tile.hi_min - begin) - 1;
+          continue;
         }
-      factor = 1;
-    }
-    // Rows of the span that some lane's band does not include.
-    using VI = Vec<Int<A>>;
-    for (int64_t j = 0; j < keys; ++j) {
-      const int64_t key = begin + j;
-      if (key >= tile.lo_max && key < tile.hi_min) {
-        j = min(keys, tile.hi_min - begin) - 1;
-        continue;
-      }
-      for (int v = 0; v < NV; ++v) {
-        A* at = tile_scores + j * kTile + v * N;
-        VI position = VI{} + Int<A>(key);
-        VI shown = (position >= load(tile.lo + v * N)) & (position < load(tile.hi + v * N));
-        store(at, shown ? load(at) : V{} - kInf);
+        for (int v = 0; v < NV; ++v) {
+          A* at = rows + j * kTile + v * N;
+          VI position = VI{} + Int<A>(key);
+          VI shown = (position >= load(tile.lo + v * N)) & (position < load(tile.hi + v * N));
+          store(at, shown ? load(at) : V{} - kInf);
+        }
       }
     }
+  };
+  static bool score_tile(const Problem& q, const Tile& tile, const E* query_panel, const KeyBlock& block, Scores& s,
+                         A* bend) {
+    if (!s.start(q, tile, block)) return false;
+    s.multiply(q, query_panel, block, s.span.begin, s.span.end);
+    s.transform(q, tile, bend);
     return true;
   }
 
   // --- forward ------------------------------------------------------------------------------------------------------
 
-  struct State {  // of one tile: running maximum (log2 units), sum, and out^T [Dv][kTile]
-    V maximum[NV], sum[NV];
-    A* out;
+  // Of one tile. The reference exponent is an integer (the rounded-up running maximum, in log2 units), so that
+  // rescaling is exact and rare.
+  struct State {
+    V reference[NV], sum[NV];
+    bool coarse;  // references are small enough for exp2_coarse
+    A* out;       // out^T [Dv][kTile]
   };
 
   static FASTATTN_INLINE V finite_or_zero(V m) { return m == -kInf ? V{} : m; }
@@ -672,48 +698,78 @@ struct Attention {
 #endif
   }
 
-  static void softmax_tile(const Problem& q, const Tile& tile, const KeyBlock& block, Span span, A* scores, A factor,
-                           E* weights, State& state) {
-    A* tile_scores = scores + span.begin * kTile;
-    const int64_t keys = span.end - span.begin;
-    V top[NV], shift[NV], sum[NV];
-    for (int v = 0; v < NV; ++v) top[v] = V{} - kInf, sum[v] = V{};
-    for (int64_t j = 0; j < keys; ++j)
-      for (int v = 0; v < NV; ++v) top[v] = maximum(top[v], load(tile_scores + j * kTile + v * N));
-    bool rescale = false;
-    V alpha[NV];
+  // Moves the reference to cover the scores of the span and rescales what has been summed.
+  static void raise_reference(const Problem& q, const Scores& s, State& state) {
+    V top[NV];
+    for (int v = 0; v < NV; ++v) top[v] = V{} - kInf;
+    for (int64_t j = s.span.begin; j < s.span.end; ++j)
+      for (int v = 0; v < NV; ++v) top[v] = maximum(top[v], load(s.scores + j * kTile + v * N));
     for (int v = 0; v < NV; ++v) {
-      V m = maximum(state.maximum[v], top[v] * factor);
-      shift[v] = finite_or_zero(m);
-      alpha[v] = exp2<>(state.maximum[v] - shift[v]);
-      auto changed = alpha[v] != 1;
-      for (int i = 0; i < N; ++i) rescale |= changed[i] != 0;
-      state.maximum[v] = m;
-    }
-    const bool dropout = q.has_dropout();
-    constexpr int kUnroll = kPairs ? 2 : 1;
-    for (int64_t j = 0; j < keys; j += kUnroll) {
-      V p[kUnroll][NV];
-      for (int u = 0; u < kUnroll; ++u)
-        for (int v = 0; v < NV; ++v) {
-          p[u][v] = exp2<kExpDegree>(load(tile_scores + (j + u) * kTile + v * N) * factor - shift[v]);
-          sum[v] += p[u][v];
-          if (dropout) p[u][v] *= dropout_keep(q, tile, v, block.begin + span.begin + j + u);
+      V reference = maximum(state.reference[v], ceil(top[v] * s.factor));
+      if (any(reference != state.reference[v])) {
+        V alpha = exp2<>(state.reference[v] - finite_or_zero(reference));
+        state.reference[v] = reference;
+        state.sum[v] *= alpha;
+        for (int64_t d = 0; d < q.p.Dv; ++d) {
+          A* at = state.out + d * kTile + v * N;
+          store(at, load(at) * alpha);
         }
-      for (int v = 0; v < NV; ++v) {
-        if constexpr (kPairs)
-          store_pair(weights + (span.begin + j) * kTile + v * 2 * N, p[0][v], p[1][v]);
-        else
-          store(tile_scores + j * kTile + v * N, p[0][v]);
       }
     }
-    for (int v = 0; v < NV; ++v) state.sum[v] = state.sum[v] * alpha[v] + sum[v];
-    if (rescale)
-      for (int64_t d = 0; d < q.p.Dv; ++d)
+    if constexpr (kPairs) {
+      state.coarse = true;
+      for (int v = 0; v < NV; ++v) {
+        V reference = finite_or_zero(state.reference[v]);
+        state.coarse &= !any((reference > A(1 << 20)) | (reference < A(-(1 << 20))));
+      }
+    }
+  }
+
+  // P^T of keys [from, to) of the span: into `weights` as pairs, or over the scores.
+  template <bool kCoarse>
+  static void weigh(const Problem& q, const Tile& tile, const Scores& s, int64_t block_begin, int64_t from, int64_t to,
+                    E* weights, State& state) {
+    V shift[NV], sum[NV];
+    for (int v = 0; v < NV; ++v) shift[v] = finite_or_zero(state.reference[v]), sum[v] = V{};
+    const bool dropout = q.has_dropout();
+    const A factor = s.factor;
+    constexpr int kUnroll = kPairs ? 2 : 1;
+    for (int64_t j = from; j < to; j += kUnroll) {
+      V p[kUnroll][NV];
+#pragma GCC unroll 2
+      for (int u = 0; u < kUnroll; ++u)
+#pragma GCC unroll 4
         for (int v = 0; v < NV; ++v) {
-          A* at = state.out + d * kTile + v * N;
-          store(at, load(at) * alpha[v]);
+          V score = load(s.scores + (j + u) * kTile + v * N);
+          if constexpr (kCoarse)
+            p[u][v] = exp2_coarse(score, factor, shift[v]);
+          else
+            p[u][v] = exp2<>(score * factor - shift[v]);
+          sum[v] += p[u][v];
+          if (dropout) p[u][v] *= dropout_keep(q, tile, v, block_begin + j + u);
         }
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) {
+        if constexpr (kPairs)
+          store_pair(weights + j * kTile + v * 2 * N, p[0][v], p[1][v]);
+        else
+          store(s.scores + j * kTile + v * N, p[0][v]);
+      }
+    }
+    for (int v = 0; v < NV; ++v) state.sum[v] += sum[v];
+  }
+  static void weigh(const Problem& q, const Tile& tile, const Scores& s, int64_t block_begin, int64_t from, int64_t to,
+                    E* weights, State& state) {
+    if constexpr (kPairs)
+      if (state.coarse) return weigh<true>(q, tile, s, block_begin, from, to, weights, state);
+    weigh<false>(q, tile, s, block_begin, from, to, weights, state);
+  }
+
+  // Rows [from, to) of out^T += V^T P^T.
+  static void add_values(const KeyBlock& block, Span span, const E* weights, int64_t from, int64_t to, A* out) {
+    Format::gemm(to - from, kTile, span.end - span.begin,
+                 block.value_t.data + from * block.value_t.rows + span.begin * block.value_t.columns, block.value_t.rows,
+                 block.value_t.columns, weights + span.begin * kTile, kTile, out + from * kTile, kTile, true);
   }
 
   static A sink(const AttentionParams& p, int64_t h) {  // log2 units
@@ -724,18 +780,18 @@ struct Attention {
 
   static void start_state(const Problem& q, const Tile& tile, bool with_sink, State& state) {
     for (int v = 0; v < NV; ++v) {
-      state.maximum[v] = V{} - kInf;
+      state.reference[v] = V{} - kInf;
       state.sum[v] = V{};
-      if (q.p.sinks.data && with_sink)
-        for (int i = 0; i < N; ++i) {
-          A s = sink(q.p, tile.head[v * N + i]);
-          state.maximum[v][i] = s;
-          state.sum[v][i] = s == -kInf ? A(0) : A(1);
-        }
+      if (q.p.sinks.data && with_sink) {
+        V level;
+        for (int i = 0; i < N; ++i) level[i] = sink(q.p, tile.head[v * N + i]);
+        state.reference[v] = ceil(level);
+        state.sum[v] = exp2<>(level - finite_or_zero(state.reference[v]));
+      }
     }
   }
 
-  // Writes the rows of a finished tile: out = out^T / sum, lse = ln(2) (maximum + log2(sum)).
+  // Writes the rows of a finished tile: out = out^T / sum, lse = ln(2) (reference + log2(sum)).
   static void finish_tile(const Problem& q, const Tile& tile, State& state) {
     const AttentionParams& p = q.p;
     V inverse[NV];
@@ -758,15 +814,71 @@ struct Attention {
         }
       }
     A* lse = static_cast<A*>(p.lse.data);
-    for (int r = 0; r < tile.count; ++r) {
-      A m = state.maximum[r / N][r % N], sum = state.sum[r / N][r % N];
-      A value = sum == 0 ? -kInf : (m + A(__builtin_log2(sum))) * A(kLn2);
-      lse[(tile.b * p.H + tile.head[r]) * p.L + tile.row[r]] = value;
+    for (int v = 0; v < NV; ++v) {
+      V level = (state.reference[v] + log2<A>(state.sum[v])) * A(kLn2);
+      level = state.sum[v] == 0 ? V{} - kInf : level;
+      for (int i = 0; i < N && v * N + i < tile.count; ++i)
+        lse[(tile.b * p.H + tile.head[v * N + i]) * p.L + tile.row[v * N + i]] = level[i];
     }
   }
 
-  struct Partial {  // of one tile and key split
-    A maximum[kTile], sum[kTile];
+  // The tiles of a task against one key block. Matrix tiles work beside the vector units, if instructions of both are
+  // in flight together: the scores of the next tile and the output of the last one are then interleaved with the
+  // exponentials of this one, 32 keys at a time.
+  class Pipeline {
+   public:
+    Pipeline(const Problem& q, Arena& arena) {
+      for (int i = 0; i < (Format::kBesideVectors ? 2 : 1); ++i) {
+        scores_[i].take(arena, q);
+        weights_[i] = kPairs ? arena.take<E>(kBlock * kTile) : nullptr;
+      }
+    }
+    void run(const Problem& q, const Tile* tiles, State* states, const E* panels, int64_t count, const KeyBlock& block) {
+      const int64_t panel = q.depth * kTile, rows_v = round_up(q.p.Dv, Format::kRows);
+      if constexpr (!Format::kBesideVectors) {
+        Scores& s = scores_[0];
+        for (int64_t t = 0; t < count; ++t) {
+          if (!score_tile(q, tiles[t], panels + t * panel, block, s, nullptr)) continue;
+          raise_reference(q, s, states[t]);
+          weigh(q, tiles[t], s, block.begin, s.span.begin, s.span.end, weights_[0], states[t]);
+          if constexpr (kPairs)
+            add_values(block, s.span, weights_[0], 0, rows_v, states[t].out);
+          else
+            add_values(block, s.span, s.scores, 0, rows_v, states[t].out);
+        }
+      } else {
+        constexpr int64_t kChunk = 32;
+        bool live[3] = {false, false, false};  // of the next, this and the last tile
+        Span last{};
+        for (int64_t t = -1; t <= count; ++t) {
+          Scores &next = scores_[(t + 1) & 1], &now = scores_[t & 1];
+          live[0] = t + 1 < count && next.start(q, tiles[t + 1], block);
+          if (live[1]) {
+            now.transform(q, tiles[t], nullptr);
+            raise_reference(q, now, states[t]);
+          }
+          int64_t row = 0;
+          for (int64_t from = 0; from < kBlock; from += kChunk) {
+            if (live[0] && from >= next.span.begin && from < next.span.end)
+              next.multiply(q, panels + (t + 1) * panel, block, from, from + kChunk);
+            if (live[1] && from >= now.span.begin && from < now.span.end)
+              weigh(q, tiles[t], now, block.begin, from, from + kChunk, weights_[t & 1], states[t]);
+            if (live[2] && row < rows_v) {
+              int64_t to = min(rows_v, from + kChunk == kBlock ? rows_v : row + round_up((rows_v + 3) / 4, 32));
+              add_values(block, last, weights_[(t - 1) & 1], row, to, states[t - 1].out);
+              row = to;
+            }
+          }
+          if (live[1]) last = now.span;
+          live[2] = live[1];
+          live[1] = live[0];
+        }
+      }
+    }
+
+   private:
+    Scores scores_[2];
+    E* weights_[2];
   };
 
   static int64_t tiles_per_task(const Problem& q, int threads, int64_t panel) {
@@ -809,9 +921,7 @@ struct Attention {
       Tile* tiles = arena.take<Tile>(count);
       State* states = arena.take<State>(count);
       E* panels = arena.take<E>(count * q.depth * kTile);
-      A* scores = arena.take<A>(kBlock * kTile);
-      A* bias = q.masked ? arena.take<A>(kBlock * kTile) : nullptr;
-      E* weights = kPairs ? arena.take<E>(kBlock * kTile) : nullptr;
+      Pipeline pipeline(q, arena);
       KeyScratch scratch;
       scratch.take(arena, q, false);
       int64_t key_begin = p.S, key_end = 0;
@@ -829,26 +939,13 @@ struct Attention {
       }
       for (int64_t begin = round_down(key_begin, kBlock); begin < key_end; begin += kBlock) {
         KeyBlock block = make_block(q, b, hk, begin, min(begin + kBlock, p.S), false, scratch);
-        for (int64_t t = 0; t < count; ++t) {
-          Span s = span(block, tiles[t]);
-          A factor;
-          if (s.empty() || !score_tile(q, tiles[t], panels + t * q.depth * kTile, block, s, scores, bias, nullptr, factor))
-            continue;
-          softmax_tile(q, tiles[t], block, s, scores, factor, weights, states[t]);
-          const E* operand;
-          if constexpr (kPairs)
-            operand = weights + s.begin * kTile;
-          else
-            operand = scores + s.begin * kTile;
-          Format::gemm(rows_v, kTile, s.end - s.begin, block.value_t.data + s.begin * block.value_t.columns,
-                       block.value_t.rows, block.value_t.columns, operand, kTile, states[t].out, kTile, true);
-        }
+        pipeline.run(q, tiles, states, panels, count, block);
       }
       if (splits == 1) {
         for (int64_t t = 0; t < count; ++t) finish_tile(q, tiles[t], states[t]);
       } else {
         A* to = partial + ((head * q.tiles + first) * splits + split) * partial_size;
-        std::memcpy(to, states[0].maximum, sizeof states[0].maximum);
+        std::memcpy(to, states[0].reference, sizeof states[0].reference);
         std::memcpy(to + kTile, states[0].sum, sizeof states[0].sum);
         std::memcpy(to + 2 * kTile, states[0].out, size_t(p.Dv * kTile) * sizeof(A));
       }
@@ -866,7 +963,7 @@ struct Attention {
         for (int v = 0; v < NV; ++v) {
           V top = V{} - kInf;
           for (int64_t s = 0; s < splits; ++s) top = maximum(top, load(from + s * partial_size + v * N));
-          state.maximum[v] = top;
+          state.reference[v] = top;
           state.sum[v] = V{};
           V shift = finite_or_zero(top);
           for (int64_t s = 0; s < splits; ++s) {
@@ -896,13 +993,13 @@ struct Attention {
     A* grad_query_t;       // [D][kTile]
   };
   struct GradScratch {
-    A *scores, *grad_weights, *bias, *bend;
+    Scores scores;
+    A *grad_weights, *bend;
     E *weights_rows, *grad_rows, *grad_pairs;  // pair format: P and dS with pairs along the rows, dS along the keys
     int64_t columns, columns_v;                // D and Dv as padded in grad_key, grad_value and the row panels
     void take(Arena& arena, const Problem& q) {
-      scores = arena.take<A>(kBlock * kTile);
+      scores.take(arena, q);
       grad_weights = arena.take<A>(kBlock * kTile);
-      bias = q.masked ? arena.take<A>(kBlock * kTile) : nullptr;
       bend = q.p.softcap > 0 ? arena.take<A>(kBlock * kTile) : nullptr;
       weights_rows = kPairs ? arena.take<E>(kBlock * kTile) : nullptr;
       grad_rows = kPairs ? arena.take<E>(kBlock * kTile) : nullptr;
@@ -950,11 +1047,13 @@ struct Attention {
   }
 
   // dS for one tile and key block into scratch.grad_weights (before the softcap's derivative); in pair format also the
-  // operands of the products. scratch.scores becomes P after dropout.
-  static bool grad_score_tile(const Problem& q, const Tile& tile, GradTile& g, const KeyBlock& block, Span span,
-                              const GradScratch& scratch) {
-    A factor;
-    if (!score_tile(q, tile, g.query_t, block, span, scratch.scores, scratch.bias, scratch.bend, factor)) return false;
+  // operands of the products. The scores become P after dropout.
+  static bool grad_score_tile(const Problem& q, const Tile& tile, GradTile& g, const KeyBlock& block,
+                              GradScratch& scratch) {
+    if (!score_tile(q, tile, g.query_t, block, scratch.scores, scratch.bend)) return false;
+    const Span span = scratch.scores.span;
+    const A factor = scratch.scores.factor;
+    A* scores = scratch.scores.scores;
     const int64_t keys = span.end - span.begin, at = span.begin * kTile;
     Format::gemm(keys, kTile, q.depth_v, block.value.data + span.begin * block.value.rows, block.value.rows,
                  block.value.columns, g.grad_out_t, kTile, scratch.grad_weights + at, kTile, false);
@@ -962,8 +1061,8 @@ struct Attention {
     for (int64_t j = 0; j < keys; ++j)
       for (int v = 0; v < NV; ++v) {
         const int64_t x = at + j * kTile + v * N, key = block.begin + span.begin + j;
-        V s = load(scratch.scores + x);
-        V p = exp2<kExpDegree>(s * factor - g.lse[v]);
+        V s = load(scores + x);
+        V p = exp2<>(s * factor - g.lse[v]);
         V dp = load(scratch.grad_weights + x);
         V kept = p;
         if (dropout) {
@@ -980,25 +1079,27 @@ struct Attention {
         store(scratch.grad_weights + x, ds);
         if constexpr (kPairs) {
           if (scratch.bend) ds *= load(scratch.bend + x);
-          store(scratch.scores + x, ds);
+          store(scores + x, ds);
           round_store(scratch.weights_rows + x, kept);
           round_store(scratch.grad_rows + x, ds);
         } else {
-          store(scratch.scores + x, kept);
+          store(scores + x, kept);
         }
       }
     return true;
   }
 
-  static void grad_products(const Problem& q, GradTile& g, const KeyBlock& block, Span span, const GradScratch& scratch,
-                            A* grad_key, A* grad_value) {
+  static void grad_products(const Problem& q, GradTile& g, const KeyBlock& block, const GradScratch& scratch, A* grad_key,
+                            A* grad_value) {
+    const Span span = scratch.scores.span;
+    const A* scores = scratch.scores.scores;
     const int64_t keys = span.end - span.begin, at = span.begin * kTile;
     const E *weights, *grads, *pairs;
     if constexpr (kPairs) {
       for (int64_t j = 0; j < keys; j += 2)
         for (int v = 0; v < NV; ++v) {
           const int64_t x = at + j * kTile + v * N;
-          store_pair(scratch.grad_pairs + at + j * kTile + v * 2 * N, load(scratch.scores + x), load(scratch.scores + x + kTile));
+          store_pair(scratch.grad_pairs + at + j * kTile + v * 2 * N, load(scores + x), load(scores + x + kTile));
         }
       weights = scratch.weights_rows + at;
       grads = scratch.grad_rows + at;
@@ -1007,7 +1108,7 @@ struct Attention {
       if (scratch.bend)
         for (int64_t x = at; x < at + keys * kTile; x += N)
           store(scratch.grad_weights + x, load(scratch.grad_weights + x) * load(scratch.bend + x));
-      weights = scratch.scores + at;
+      weights = scores + at;
       grads = pairs = scratch.grad_weights + at;
     }
     Format::gemm(keys, scratch.columns_v, kTile, weights, kTile, 1, g.grad_out, scratch.columns_v,
@@ -1182,12 +1283,12 @@ struct Attention {
       for (int64_t begin = round_down(key_begin, kBlock); begin < key_end; begin += kBlock) {
         KeyBlock block = make_block(q, b, hk, begin, min(begin + kBlock, p.S), true, key_scratch);
         for (int64_t t = 0; t < count; ++t) {
-          Span s = span(block, tiles[t]);
-          if (s.empty() || !grad_score_tile(q, tiles[t], grads[t], block, s, scratch)) continue;
+          if (!grad_score_tile(q, tiles[t], grads[t], block, scratch)) continue;
+          const Scores& s = scratch.scores;
           if (fused_mask)
-            put_mask_grad(p.grad_mask, tiles[t], begin + s.begin, min(s.end, block.end - begin) - s.begin,
-                          scratch.grad_weights + s.begin * kTile, add_mask);
-          grad_products(q, grads[t], block, s, scratch, grad_key + (begin - chunk_begin) * scratch.columns,
+            put_mask_grad(p.grad_mask, tiles[t], s.begin, s.end - s.begin, scratch.grad_weights + s.span.begin * kTile,
+                          add_mask);
+          grad_products(q, grads[t], block, scratch, grad_key + (begin - chunk_begin) * scratch.columns,
                         grad_value + (begin - chunk_begin) * scratch.columns_v);
         }
       }
@@ -1243,10 +1344,9 @@ struct Attention {
             for (int64_t kb = key_task; kb < (keys_shared ? key_blocks : key_task + 1); ++kb) {
               if (kb * kBlock >= tile.hi_max || (kb + 1) * kBlock <= tile.lo_min) continue;
               KeyBlock block = make_block(q, b, h / q.group, kb * kBlock, min((kb + 1) * kBlock, p.S), true, key_scratch);
-              Span s = span(block, tile);
-              if (s.empty() || !grad_score_tile(q, tile, g, block, s, scratch)) continue;
-              const int64_t end = min(s.end, block.end - block.begin);
-              for (int64_t j = s.begin; j < end; ++j)
+              if (!grad_score_tile(q, tile, g, block, scratch)) continue;
+              const Scores& s = scratch.scores;
+              for (int64_t j = s.span.begin; j < s.end - block.begin; ++j)
                 for (int v = 0; v < NV; ++v) {
                   A* at = sum + (keys_shared ? 0 : j * kTile) + v * N;
                   store(at, load(at) + load(scratch.grad_weights + j * kTile + v * N));
@@ -1285,9 +1385,9 @@ struct Attention {
       Tile* tiles = arena.take<Tile>(inner);
       E* panels = arena.take<E>(inner * q.depth * kTile);
       A* levels = arena.take<A>(inner * kTile);
-      A* scores = arena.take<A>(kBlock * kTile);
       A* sum = arena.take<A>(kBlock * kTile);
-      A* bias = q.masked ? arena.take<A>(kBlock * kTile) : nullptr;
+      Scores s;
+      s.take(arena, q);
       KeyScratch scratch;
       scratch.take(arena, q, false);
       for (int64_t x = 0; x < inner; ++x) {
@@ -1304,13 +1404,10 @@ struct Attention {
         KeyBlock block{};
         for (int64_t x = 0; x < inner; ++x) {
           if (x == 0 || (h0 + x) % q.group == 0) block = make_block(q, b, (h0 + x) / q.group, begin, end, false, scratch);
-          Span s = span(block, tiles[x]);
-          A factor;
-          if (s.empty() || !score_tile(q, tiles[x], panels + x * q.depth * kTile, block, s, scores, bias, nullptr, factor))
-            continue;
-          for (int64_t j = s.begin; j < min(s.end, end - begin); ++j)
+          if (!score_tile(q, tiles[x], panels + x * q.depth * kTile, block, s, nullptr)) continue;
+          for (int64_t j = s.span.begin; j < s.end - begin; ++j)
             for (int v = 0; v < NV; ++v) {
-              V w = exp2<kExpDegree>(load(scores + j * kTile + v * N) * factor - load(levels + x * kTile + v * N));
+              V w = exp2<>(load(s.scores + j * kTile + v * N) * s.factor - load(levels + x * kTile + v * N));
               if (q.has_dropout()) w *= dropout_keep(q, tiles[x], v, begin + j);
               A* at = sum + j * kTile + v * N;
               store(at, load(at) + w * factor_out);

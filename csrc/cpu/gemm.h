@@ -22,13 +22,15 @@ struct Plain {
   static constexpr int kStep = 1;     // elements along K that one multiplication takes
   static constexpr int kDepth = 1;    // K must be a multiple of this
   static constexpr int kRows = 1;     // M must be a multiple of this
-  static constexpr bool kCopiesValues = false;
+  static constexpr bool kBesideVectors = false;  // products run on a unit of their own
 
-  template <int MR, int NV, bool kUnitRows>
+  // kTileWide: b and c are exactly NV vectors wide, so that every row of c is a constant away from the first.
+  template <int MR, int NV, bool kUnitRows, bool kTileWide>
   static void tile(int64_t K, const E* a, int64_t rs, int64_t cs, const E* b, int64_t ldb, E* c, int64_t ldc,
                    bool accumulate) {
     constexpr int N = kLanes<E>;
     if constexpr (kUnitRows) rs = 1;
+    if constexpr (kTileWide) ldb = ldc = NV * N;
     Vec<E> acc[MR][NV];
 #pragma GCC unroll 16
     for (int m = 0; m < MR; ++m)
@@ -52,18 +54,20 @@ struct Plain {
   }
 
   using Tile = void (*)(int64_t, const E*, int64_t, int64_t, const E*, int64_t, E*, int64_t, bool);
-  template <int NV, bool kUnitRows, int... MR>
+  template <int NV, bool kUnitRows, bool kTileWide, int... MR>
   static constexpr void fill(Tile* table, std::integer_sequence<int, MR...>) {
-    ((table[MR] = tile<MR + 1, NV, kUnitRows>), ...);
+    ((table[MR] = tile<MR + 1, NV, kUnitRows, kTileWide>), ...);
   }
   struct Table {
-    Tile at[2][2][kMaxRows];
+    Tile at[3][2][kMaxRows];  // one vector, kColumns vectors, a whole tile; rows apart, rows adjacent
     constexpr Table() : at() {
       using Rows = std::make_integer_sequence<int, kMaxRows>;
-      fill<1, false>(at[0][0], Rows{});
-      fill<1, true>(at[0][1], Rows{});
-      fill<2, false>(at[1][0], Rows{});
-      fill<2, true>(at[1][1], Rows{});
+      fill<1, false, false>(at[0][0], Rows{});
+      fill<1, true, false>(at[0][1], Rows{});
+      fill<kColumns, false, false>(at[1][0], Rows{});
+      fill<kColumns, true, false>(at[1][1], Rows{});
+      fill<kColumns, false, true>(at[2][0], Rows{});
+      fill<kColumns, true, true>(at[2][1], Rows{});
     }
   };
   static constexpr Table table{};
@@ -75,7 +79,7 @@ struct Plain {
     int64_t calls = (M + kMaxRows - 1) / kMaxRows;
     constexpr int64_t kWide = kColumns * kLanes<E>;
     for (int64_t n = 0; n < N; n += kWide) {
-      const Tile* tiles = table.at[N - n >= kWide][rs == 1];
+      const Tile* tiles = table.at[N - n < kWide ? 0 : ldb == kWide && ldc == kWide ? 2 : 1][rs == 1];
       for (int64_t call = 0, m = 0; call < calls; ++call) {
         int64_t rows = (M - m + calls - call - 1) / (calls - call);
         tiles[rows - 1](K, a + m * rs, rs, cs, b + n, ldb, c + m * ldc + n, ldc, accumulate);
@@ -93,11 +97,12 @@ struct Pair {
 #if defined(__AMX_BF16__)
   static constexpr int kDepth = 32;
   static constexpr int kRows = 16;
+  static constexpr bool kBesideVectors = true;
 #else
   static constexpr int kDepth = 2;
   static constexpr int kRows = 1;
+  static constexpr bool kBesideVectors = false;
 #endif
-  static constexpr bool kCopiesValues = true;
 
 #if defined(__AMX_BF16__)
   // Tiles 0-3 accumulate 32 x 32, 4-5 hold A (16 rows of 32 elements), 6-7 hold B (16 pairs of 16 columns).
@@ -223,7 +228,8 @@ struct TileConfiguration {
       uint16_t columns[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } configuration;
-    _tile_loadconfig(&configuration);
+    // The intrinsic of some compilers declares only the first 8 bytes as read, and the other stores are dropped.
+    asm volatile("ldtilecfg %0" : : "m"(configuration));
   }
   ~TileConfiguration() { _tile_release(); }
 #else
