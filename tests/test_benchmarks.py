@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -295,6 +296,40 @@ def test_roofs_are_positive_and_say_how_they_were_measured():
         assert time_calls(roof.call, 1) >= 0
     assert found["fp32"].source.startswith("register" if NATIVE else "torch.matmul")
     assert (found["fp32"].unit, found["copy"].unit) == ("GFLOP/s", "GB/s")
+
+
+def test_roof_counts_the_operations_of_all_threads_and_refuses_nonsense():
+    if not NATIVE:
+        assert not hasattr(torch.ops.fastattn, "roof")
+        return
+    roof = torch.ops.fastattn.roof
+    per_thread = roof("fp32", 1) / torch.get_num_threads()
+    assert per_thread > 0
+    assert roof("fp32", 1000) == 1000 * per_thread * torch.get_num_threads()
+    assert roof("bf16", 0) == roof("bf16_tile", 0) == 0
+    with pytest.raises(RuntimeError, match="kind must be fp32, bf16 or bf16_tile, got fp8"):
+        roof("fp8", 1)
+    with pytest.raises(RuntimeError, match="iterations must be at least 0, got -1"):
+        roof("fp32", -1)
+
+
+def test_roof_follows_the_cap_on_the_instruction_set():
+    # Weakest first: neither the dot product of bf16 pairs nor matrix tiles there, so no operations are done.
+    weakest = next(iter(_native.isas()), None)
+    if weakest is None:
+        assert roof_module.roofs(("bf16_tile",)) == {}
+        return
+    program = "import torch, fastattn; roof = torch.ops.fastattn.roof; "
+    program += "print(roof('fp32', 9) > 0, roof('bf16', 9), roof('bf16_tile', 9))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=os.environ | {"FASTATTN_CPU_ISA": weakest},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["True", "0.0", "0.0"]
 
 
 def test_memory_counts_inputs_output_and_gradients_and_sees_a_score_matrix():

@@ -22,4 +22,6 @@ double roof(std::string kind, int64_t iterations) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastattn, m) { m.def("roof(str kind, int iterations) -> float"); }
 
-STABLE_TORCH_LIBRARY_IMPL(fastattn, CompositeExplicitAutograd, m) { m.impl("roof", TORCH_BOX(&fastattn::roof)); }
+STABLE_TORCH_LIBRARY_IMPL(fastattn, CompositeExplicitAutograd, m) {
+  m.impl("roof", TORCH_BOX(&fastattn::roof));
+}

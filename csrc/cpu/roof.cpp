@@ -6,12 +6,12 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-// A fused multiply-add takes 4 cycles and two start per cycle, vdpbf16ps needs a little more: 12 accumulators hide
-// that. More registers than that are taken where there are some, because real micro-kernels do the same.
+// A fused multiply-add takes 4 cycles and two start per cycle, vdpbf16ps needs a little more: 12 accumulators
+// hide that. More registers than that are taken where there are some, because real micro-kernels do the same.
 constexpr int kAccumulators = kVectorRegisters * 3 / 4;
 
-// The accumulators start out different, or the compiler would see that they stay equal and keep one. `step` depends
-// on the accumulator, so nothing can leave the loop.
+// The accumulators start out different, or the compiler would see that they stay equal and keep one. `step`
+// depends on the accumulator, so nothing can leave the loop.
 template <class Step>
 FASTATTN_INLINE void spin(int64_t iterations, Step&& step) {
   Vec<float> accumulator[kAccumulators];
@@ -44,7 +44,7 @@ constexpr double kBf16Operations = 2.0 * kF32Operations;
 #endif
 
 #if defined(__AMX_BF16__)
-// A tile is 16 rows of 64 bytes. A product takes 52 cycles and one starts every 16: six accumulators hide that.
+// A tile is 16 rows of 64 bytes. A product takes 52 cycles and one starts every 16: six accumulators hide it.
 void spin_bf16_tile(int64_t iterations) {
   alignas(64) struct {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -52,7 +52,7 @@ void spin_bf16_tile(int64_t iterations) {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
   } config;
   static_assert(sizeof config == 64);
-  // The intrinsic of some compilers names only the first 8 bytes as its operand, and the other stores are dropped.
+  // The intrinsic of some compilers names only the first 8 bytes as operand: the other stores are dropped.
   asm volatile("ldtilecfg %0" : : "m"(config));
   _tile_zero(0);
   _tile_zero(1);

@@ -1,5 +1,5 @@
-// The arithmetic roof of the machine: loops that multiply and add in registers and do nothing else. Benchmarks
-// report the speed of a kernel as a fraction of it.
+// The arithmetic roof of the machine: loops that multiply and add in registers and do nothing else.
+// Benchmarks report the speed of a kernel as a fraction of it.
 #pragma once
 #include <cstdint>
 
@@ -14,8 +14,8 @@ enum class Roof : int32_t {
 };
 
 struct RoofKernels {
-  // Every thread runs `iterations` rounds of the loop; returns the operations done by all of them, a multiply-add
-  // counting as two, or 0 where the instruction set lacks the instruction.
+  // Every thread runs `iterations` rounds of the loop; returns the operations done by all of them, a
+  // multiply-add counting as two, or 0 where the instruction set lacks the instruction.
   double (*run)(Roof kind, int64_t iterations, const Parallel&);
 };
 
