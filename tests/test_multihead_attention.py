@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
@@ -395,6 +396,22 @@ def test_the_mask_decides_whatever_the_hint_says(kwargs, padded):
             torch.testing.assert_close(out, want["out"], rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("kind", ["boolean", "float", "biased", "not causal", "all visible"])
+def test_a_true_hint_reaches_the_kernel(kind, monkeypatch):
+    _, ours = make_pair(batch_first=True)
+    seen = []
+
+    def spy(query, key, value, attn_mask, dropout_p, is_causal, **kwargs):
+        seen.append((attn_mask is None, is_causal))
+        return torch.zeros_like(query)
+
+    monkeypatch.setattr(implementation, "scaled_dot_product_attention", spy)
+    mask = causal_masks(L, S)[kind]
+    ours(*make_inputs(ours, "batch first"), attn_mask=mask, is_causal=True, need_weights=False)
+    ours(*make_inputs(ours, "batch first"), attn_mask=mask, need_weights=False)
+    assert seen == [(kind in ("boolean", "float"), kind in ("boolean", "float", "biased")), (False, False)]
+
+
 def test_gradient_of_a_causal_bias():
     theirs, ours = make_pair(batch_first=True)
     grads = []
@@ -477,11 +494,14 @@ def test_empty_rows_give_zero_attention(masks, need_weights, training):
 
 
 def test_finfo_min_does_not_hide():
-    _, ours = make_pair(torch.float32)
+    theirs, ours = make_pair(torch.float32)
     x = torch.randn(L, N, E)
     mask = torch.full((L, L), torch.finfo(torch.float32).min)
-    _, weights = ours(x, x, x, attn_mask=mask)
-    torch.testing.assert_close(weights, torch.full((N, L, L), 1 / L))
+    for need_weights in (True, False):
+        out, weights = ours(x, x, x, attn_mask=mask, need_weights=need_weights)
+        torch.testing.assert_close(out, theirs(x, x, x, attn_mask=mask)[0])
+        if need_weights:
+            torch.testing.assert_close(weights, torch.full((N, L, L), 1 / L))
 
 
 def test_padding_has_no_influence():
@@ -811,6 +831,18 @@ def test_compile_without_graph_breaks(kwargs):
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     want, got = call(ours, (x, x, x), **kwargs), call(compiled, (x, x, x), **kwargs)
     assert_same({k.removeprefix("_orig_mod."): v for k, v in got.items()}, want, rtol=1e-9, atol=1e-11)
+
+
+def test_one_dynamic_compilation_serves_every_length():
+    torch.compiler.reset()
+    _, ours = make_pair(batch_first=True)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(ours, fullgraph=True, backend=counter)
+    for length in (5, 6, 8, 13, 40):
+        x = torch.randn(N, length, E, dtype=torch.float64)
+        mask = torch.ones(length, length, dtype=torch.bool).triu(1)
+        torch.testing.assert_close(compiled(x, x, x, attn_mask=mask), ours(x, x, x, attn_mask=mask))
+    assert counter.frame_count <= 3
 
 
 def test_export():

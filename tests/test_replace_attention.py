@@ -110,7 +110,7 @@ def test_all_kinds_of_hooks_stay():
     module.register_load_state_dict_post_hook(lambda m, keys: seen.append("load"))
     module.out_proj.register_forward_hook(lambda m, a, o: seen.append("out_proj"))
     fastattn.replace_attention(module)
-    x = torch.randn(N, L, E)
+    x = torch.randn(N, L, E, requires_grad=True)
     module(x, x, x)[0].sum().backward()
     assert seen == ["pre", "pre kwargs", "out_proj", "post", "backward pre", "backward"]
     seen.clear()
@@ -183,7 +183,6 @@ def test_an_adapter_on_out_proj_acts(first):
         fastattn.replace_attention(model)
     model.self_attn.out_proj = Adapter(model.self_attn.out_proj)
     if first == "adapter":
-        # torch's own fused evaluation asks out_proj for its weight.
         fastattn.replace_attention(model)
     with torch.no_grad():
         plain.self_attn.out_proj.weight += model.self_attn.out_proj.delta.t()

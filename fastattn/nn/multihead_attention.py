@@ -210,6 +210,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             out = scaled_dot_product_attention(
                 q, k, v, attn_mask, dropout_p, is_causal, key_padding_mask=key_padding_mask
             )
+        # Their memory is wanted for the last projection.
+        del q, k, v
         # The kernel writes (N, L, H, D): with the batch first the heads already lie side by side.
         out = out.permute((0, 2, 1, 3) if batch_major else (2, 0, 1, 3)).flatten(-2)
         if not batched:
