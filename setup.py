@@ -1,6 +1,6 @@
-"""Builds the native part of fastattn with ninja: `_cpu.so` (operators on the LibTorch stable ABI and no Python
-API: one binary for every later torch) and `_introspection` (pybind11, no torch). torch is never imported, only its
-headers are used. Where something is missing the package installs without its native part; one line says why.
+"""Builds the native part of fastattn with ninja: `_cpu.so` (operators on the LibTorch stable ABI, without
+Python API: one binary for every later torch) and `_introspection` (pybind11, no torch). torch is not imported,
+only its headers are used. Where something is missing the package installs without its native part and says why.
 
 Environment: FASTATTN_CUDA=auto|0|1, TORCH_CUDA_ARCH_LIST (for CUDA sources), MAX_JOBS, DEBUG; CXX as ever.
 """
@@ -176,9 +176,8 @@ class BuildNative(build_ext):
 
 
 class Wheel(bdist_wheel):
-    def finalize_options(self):
-        super().finalize_options()
-        self.root_is_pure = MISSING is not None  # py3-none-any if nothing native is inside
+    def get_tag(self):  # the introspection module is for one version of Python
+        return ("py3", "none", "any") if MISSING else super().get_tag()
 
 
 setup(
