@@ -1,6 +1,7 @@
-"""Builds the native part of fastattn with ninja: `_cpu.so` (operators on the LibTorch stable ABI, without
-Python API: one binary for every later torch) and `_introspection` (pybind11, no torch). torch is not imported,
-only its headers are used. Where something is missing the package installs without its native part and says why.
+"""Builds the native part of fastattn with ninja: `_cpu.so`, the operators on the LibTorch stable ABI
+without any Python API (one binary for every later torch), and `_introspection` (pybind11, no torch).
+torch is not imported, only its headers are used. Where something is missing the package installs without
+native part and says why.
 
 Environment: FASTATTN_CUDA=auto|0|1, TORCH_CUDA_ARCH_LIST (for CUDA sources), MAX_JOBS, DEBUG; CXX as ever.
 """

@@ -406,3 +406,12 @@ except (RuntimeError, MemoryError) as error:
     print("refused")
 """
     assert run_python("-c", code).stdout.strip() == "refused"
+
+
+# ---- documentation
+
+
+def test_examples_of_the_readme_run(run_python):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert blocks
+    run_python("-c", "\n".join(blocks))
