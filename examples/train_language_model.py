@@ -35,7 +35,7 @@ MEMORY_STEPS = 3
 # then feeds the rounding of every step back into the parameters, so the curves drift apart slowly, like those
 # of two runs of one model that add up in another order.
 FIRST_STEP_BOUND = 1e-5
-CURVE_BOUND = 5e-3
+CURVE_BOUND = 1e-3
 
 
 class LanguageModel(nn.Module):
@@ -253,7 +253,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--d-model", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
