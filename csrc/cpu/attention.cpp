@@ -297,6 +297,7 @@ struct Attention {
   static void pack_transposed(const Tile& tile, const View& view, int64_t columns, int64_t depth, E* panel) {
     const T* data = static_cast<const T*>(view.data);
     const int64_t stride = view.stride[3];
+#pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) {
       const T* row[N];
       for (int r = 0; r < N; ++r) {
@@ -325,6 +326,7 @@ struct Attention {
       }
     }
   }
+  // 2 N elements of a row as they lie; those from `count` on are zero.
   static FASTATTN_INLINE Vec<uint32_t> load_pairs(const bf16* p, int64_t stride, int64_t count) {
     if (stride == 1 && count >= 2 * kLanes<float>) {
       Vec<uint32_t> v;
@@ -350,27 +352,35 @@ struct Attention {
       const T* first = row(r);
       if constexpr (kPairs) {
         const T* second = row(r + 1);
-        for (int64_t d = 0; d < padded; d += N)
-          interleave(first, second, stride, d, columns, panel + (r / 2) * padded * 2 + d * 2);
+        for (int64_t d = 0; d < padded; d += 2 * N) {
+          Vec<float> low, high;
+          interleave(first, second, stride, d, columns, low, high);
+          float* to = reinterpret_cast<float*>(panel) + (r / 2) * padded + d;
+          store(to, low);
+          if (d + N < padded) store(to + N, high);
+        }
       } else {
         for (int64_t d = 0; d < padded; d += N)
           store(panel + r * padded + d, first ? load_row<A>(first + d * stride, stride, columns - d) : V{});
       }
     }
   }
-  // out[2 i] = first[d + i], out[2 i + 1] = second[d + i]; null rows and columns from `columns` on are zero.
-  static FASTATTN_INLINE Vec<uint32_t> interleaved(const bf16* first, const bf16* second, int64_t stride, int64_t d,
-                                                   int64_t columns) {
-    auto wide = [&](const bf16* p) {
-      return p && d < columns ? bit_cast<Vec<uint32_t>>(load_row<float>(p + d * stride, stride, columns - d))
-                              : Vec<uint32_t>{};
-    };
-    return (wide(first) >> 16) | wide(second);
-  }
+  // Element pairs (first[d + i], second[d + i]) of two rows, for N columns in `low` and the next N in `high`; null rows
+  // and columns from `columns` on are zero.
   static FASTATTN_INLINE void interleave(const bf16* first, const bf16* second, int64_t stride, int64_t d,
-                                         int64_t columns, bf16* out) {
-    Vec<uint32_t> pairs = interleaved(first, second, stride, d, columns);
-    __builtin_memcpy(out, &pairs, sizeof pairs);
+                                         int64_t columns, Vec<float>& low, Vec<float>& high) {
+    typedef uint16_t Row __attribute__((vector_size(kVectorBytes)));
+    auto row = [&](const bf16* p) {
+      return p ? bit_cast<Row>(load_pairs(p + d * stride, stride, columns - d)) : Row{};
+    };
+    const Row a = row(first), b = row(second);
+    zip(a, b, low, high, std::make_integer_sequence<int, 2 * N>{});
+  }
+  template <class Row, int... I>
+  static FASTATTN_INLINE void zip(Row a, Row b, Vec<float>& low, Vec<float>& high, std::integer_sequence<int, I...>) {
+    constexpr int n = sizeof...(I);
+    low = bit_cast<Vec<float>>(__builtin_shufflevector(a, b, (I / 2 + (I & 1) * n)...));
+    high = bit_cast<Vec<float>>(__builtin_shufflevector(a, b, (n / 2 + I / 2 + (I & 1) * n)...));
   }
 
   // --- blocks of keys -----------------------------------------------------------------------------------------------
@@ -460,21 +470,22 @@ struct Attention {
       return {straight.data, straight.columns, straight.rows};
     } else {
       const int64_t filled = round_up(columns, Format::kRows);
-      for (int64_t j = 0; j < kBlock; j += 2 * N) {
-        for (int64_t d = 0; d < filled; d += N) {
-          Vec<float> block[N];
+      for (int64_t j = 0; j < count; j += 2 * N)
+        for (int64_t d = 0; d < filled; d += 2 * N) {
+          Vec<float> low[N], high[N];  // pairs of columns [d, d + N) and [d + N, d + 2 N)
           for (int r = 0; r < N; ++r) {
             int64_t k = j + 2 * r;
             const T* first = k < count ? rows[k] : nullptr;
             const T* second = k + 1 < count ? rows[k + 1] : nullptr;
-            block[r] = bit_cast<Vec<float>>(interleaved(first, second, view.stride[3], d, columns));
+            interleave(first, second, view.stride[3], d, columns, low[r], high[r]);
           }
-          transpose<float>(block);
-          for (int i = 0; i < N && d + i < filled; ++i)
-            store(reinterpret_cast<float*>(scratch + (d + i) * kBlock + j), block[i]);
+          transpose<float>(low);
+          transpose<float>(high);
+          float* to = reinterpret_cast<float*>(scratch + d * kBlock + j);
+          const int64_t left = filled - d;
+          for (int i = 0; i < N && i < left; ++i) store(to + i * (kBlock / 2), low[i]);
+          for (int i = 0; i < N && N + i < left; ++i) store(to + (N + i) * (kBlock / 2), high[i]);
         }
-        if (j + 2 * N >= count) break;
-      }
       return {scratch, kBlock, 1};
     }
   }
@@ -536,9 +547,11 @@ struct Attention {
       const M* row = data + offset(mask, tile.b, tile.head[0], 0, begin);
       for (int64_t j = 0; j < keys; ++j) {
         V value = V{} + load_mask<M>(row + j * mask.stride[3], 1, 1)[0] * kUnit;
+#pragma GCC unroll 4
         for (int v = 0; v < NV; ++v) store(bias + j * kTile + v * N, value);
       }
     } else {
+#pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) {
         const M* row[N];
         for (int r = 0; r < N; ++r)
@@ -555,6 +568,7 @@ struct Attention {
       const uint8_t* shown = static_cast<const uint8_t*>(p.key_padding.data);
       for (int64_t j = 0; j < keys; ++j)
         if (!shown[offset(p.key_padding, tile.b, begin + j)])
+#pragma GCC unroll 4
           for (int v = 0; v < NV; ++v) store(bias + j * kTile + v * N, V{} - kInf);
     }
     Vec<Int<A>> visible{}, altered{};
@@ -619,6 +633,7 @@ struct Attention {
       if (q.general) {
         const A scale = A(p.scale), cap = A(p.softcap), inverse_cap = cap > 0 ? A(1) / cap : A(0);
         for (int64_t j = 0; j < end - begin; ++j)
+#pragma GCC unroll 4
           for (int v = 0; v < NV; ++v) {
             A* at = rows + j * kTile + v * N;
             V s = load(at) * scale;
@@ -651,6 +666,7 @@ struct Attention {
           j = min(keys, tile.hi_min - begin) - 1;
           continue;
         }
+#pragma GCC unroll 4
         for (int v = 0; v < NV; ++v) {
           A* at = rows + j * kTile + v * N;
           VI position = VI{} + Int<A>(key);
@@ -670,12 +686,23 @@ struct Attention {
 
   // --- forward ------------------------------------------------------------------------------------------------------
 
-  // Of one tile. The reference exponent is an integer (the rounded-up running maximum, in log2 units), so that
-  // rescaling is exact and rare.
+  // Of one tile. Weights are 2^(score - reference). The reference is an integer, so that rescaling is exact; it is the
+  // rounded-up maximum of the first block and moves only when a later score exceeds it by more than kHeadroom (a
+  // weight of 2^16 costs no precision), so that the maximum is found in the same pass that forms the weights.
   struct State {
     V reference[NV], sum[NV];
-    bool coarse;  // references are small enough for exp2_coarse
-    A* out;       // out^T [Dv][kTile]
+    bool started;  // the reference comes from scores
+    bool coarse;   // references are small enough for exp2_coarse
+    A* out;        // out^T [Dv][kTile]
+  };
+  static constexpr A kHeadroom = 16;
+  // What one block adds to a state.
+  struct Added {
+    V sum[NV], top[NV];
+    FASTATTN_INLINE void clear() {
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) sum[v] = V{}, top[v] = V{} - kInf;
+    }
   };
 
   static FASTATTN_INLINE V finite_or_zero(V m) { return m == -kInf ? V{} : m; }
@@ -701,36 +728,43 @@ struct Attention {
   // Moves the reference to cover the scores of the span and rescales what has been summed.
   static void raise_reference(const Problem& q, const Scores& s, State& state) {
     V top[NV];
+#pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) top[v] = V{} - kInf;
     for (int64_t j = s.span.begin; j < s.span.end; ++j)
+#pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) top[v] = maximum(top[v], load(s.scores + j * kTile + v * N));
     for (int v = 0; v < NV; ++v) {
       V reference = maximum(state.reference[v], ceil(top[v] * s.factor));
-      if (any(reference != state.reference[v])) {
+      if (state.started && any(reference != state.reference[v])) {
         V alpha = exp2<>(state.reference[v] - finite_or_zero(reference));
-        state.reference[v] = reference;
         state.sum[v] *= alpha;
         for (int64_t d = 0; d < q.p.Dv; ++d) {
           A* at = state.out + d * kTile + v * N;
           store(at, load(at) * alpha);
         }
       }
+      state.reference[v] = reference;
     }
-    if constexpr (kPairs) {
-      state.coarse = true;
+    state.started = true;
+    set_coarse(state);
+  }
+  static void set_coarse(State& state) {
+    state.coarse = kPairs;
+    if constexpr (kPairs)
       for (int v = 0; v < NV; ++v) {
         V reference = finite_or_zero(state.reference[v]);
         state.coarse &= !any((reference > A(1 << 20)) | (reference < A(-(1 << 20))));
       }
-    }
   }
 
   // P^T of keys [from, to) of the span: into `weights` as pairs, or over the scores.
   template <bool kCoarse>
-  static void weigh(const Problem& q, const Tile& tile, const Scores& s, int64_t block_begin, int64_t from, int64_t to,
-                    E* weights, State& state) {
-    V shift[NV], sum[NV];
-    for (int v = 0; v < NV; ++v) shift[v] = finite_or_zero(state.reference[v]), sum[v] = V{};
+  static void weigh(const Problem& q, const Tile& tile, const Scores& s, int64_t from, int64_t to, E* weights,
+                    const State& state, Added& added) {
+    V shift[NV], sum[NV], top[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v)
+      shift[v] = finite_or_zero(state.reference[v]), sum[v] = added.sum[v], top[v] = added.top[v];
     const bool dropout = q.has_dropout();
     const A factor = s.factor;
     constexpr int kUnroll = kPairs ? 2 : 1;
@@ -741,13 +775,18 @@ struct Attention {
 #pragma GCC unroll 4
         for (int v = 0; v < NV; ++v) {
           V score = load(s.scores + (j + u) * kTile + v * N);
+          top[v] = maximum(top[v], score);
           if constexpr (kCoarse)
             p[u][v] = exp2_coarse(score, factor, shift[v]);
           else
             p[u][v] = exp2<>(score * factor - shift[v]);
           sum[v] += p[u][v];
-          if (dropout) p[u][v] *= dropout_keep(q, tile, v, block_begin + j + u);
         }
+      if (dropout)
+#pragma GCC unroll 2
+        for (int u = 0; u < kUnroll; ++u)
+#pragma GCC unroll 4
+          for (int v = 0; v < NV; ++v) p[u][v] *= dropout_keep(q, tile, v, s.block_begin + j + u);
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) {
         if constexpr (kPairs)
@@ -756,13 +795,32 @@ struct Attention {
           store(s.scores + j * kTile + v * N, p[0][v]);
       }
     }
-    for (int v = 0; v < NV; ++v) state.sum[v] += sum[v];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) added.sum[v] = sum[v], added.top[v] = top[v];
   }
-  static void weigh(const Problem& q, const Tile& tile, const Scores& s, int64_t block_begin, int64_t from, int64_t to,
-                    E* weights, State& state) {
+  static void weigh(const Problem& q, const Tile& tile, const Scores& s, int64_t from, int64_t to, E* weights,
+                    const State& state, Added& added) {
     if constexpr (kPairs)
-      if (state.coarse) return weigh<true>(q, tile, s, block_begin, from, to, weights, state);
-    weigh<false>(q, tile, s, block_begin, from, to, weights, state);
+      if (state.coarse) return weigh<true>(q, tile, s, from, to, weights, state, added);
+    weigh<false>(q, tile, s, from, to, weights, state, added);
+  }
+  // Takes over what a block added; false where a score went beyond the headroom and the block must be weighed again.
+  static bool accept(const Scores& s, State& state, const Added& added) {
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v)
+      if (any(added.top[v] * s.factor > state.reference[v] + kHeadroom)) return false;
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) state.sum[v] += added.sum[v];
+    return true;
+  }
+  // The whole span of a block whose scores stand, after its reference has been raised.
+  static void weigh_again(const Problem& q, const Tile& tile, const Scores& s, E* weights, State& state) {
+    raise_reference(q, s, state);
+    Added added;
+    added.clear();
+    weigh(q, tile, s, s.span.begin, s.span.end, weights, state, added);
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) state.sum[v] += added.sum[v];
   }
 
   // Rows [from, to) of out^T += V^T P^T.
@@ -779,6 +837,7 @@ struct Attention {
   }
 
   static void start_state(const Problem& q, const Tile& tile, bool with_sink, State& state) {
+    state.started = q.p.sinks.data && with_sink;
     for (int v = 0; v < NV; ++v) {
       state.reference[v] = V{} - kInf;
       state.sum[v] = V{};
@@ -789,18 +848,21 @@ struct Attention {
         state.sum[v] = exp2<>(level - finite_or_zero(state.reference[v]));
       }
     }
+    set_coarse(state);
   }
 
   // Writes the rows of a finished tile: out = out^T / sum, lse = ln(2) (reference + log2(sum)).
   static void finish_tile(const Problem& q, const Tile& tile, State& state) {
     const AttentionParams& p = q.p;
     V inverse[NV];
+#pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) {
       inverse[v] = A(1) / state.sum[v];
       for (int i = 0; i < N; ++i)
         if (!tile.seen[v * N + i]) inverse[v][i] = 0;
     }
     T* out = static_cast<T*>(p.out.data);
+#pragma GCC unroll 4
     for (int v = 0; v < NV; ++v)
       for (int64_t d = 0; d < p.Dv; d += N) {
         V block[N];
@@ -814,6 +876,7 @@ struct Attention {
         }
       }
     A* lse = static_cast<A*>(p.lse.data);
+#pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) {
       V level = (state.reference[v] + log2<A>(state.sum[v])) * A(kLn2);
       level = state.sum[v] == 0 ? V{} - kInf : level;
@@ -824,8 +887,10 @@ struct Attention {
 
   // The tiles of a task against one key block. Matrix tiles work beside the vector units, if instructions of both are
   // in flight together: the scores of the next tile and the output of the last one are then interleaved with the
-  // exponentials of this one, 32 keys at a time.
+  // exponentials of this one. 16 keys at a time: a chunk's instructions fit in the reorder buffer.
   class Pipeline {
+    static constexpr int64_t kChunk = 16;
+
    public:
     Pipeline(const Problem& q, Arena& arena) {
       for (int i = 0; i < (Format::kBesideVectors ? 2 : 1); ++i) {
@@ -835,41 +900,53 @@ struct Attention {
     }
     void run(const Problem& q, const Tile* tiles, State* states, const E* panels, int64_t count, const KeyBlock& block) {
       const int64_t panel = q.depth * kTile, rows_v = round_up(q.p.Dv, Format::kRows);
+      [[maybe_unused]] const int64_t rows_per_chunk = round_up((rows_v * kChunk + kBlock - 1) / kBlock, Format::kRows);
       if constexpr (!Format::kBesideVectors) {
         Scores& s = scores_[0];
         for (int64_t t = 0; t < count; ++t) {
-          if (!score_tile(q, tiles[t], panels + t * panel, block, s, nullptr)) continue;
-          raise_reference(q, s, states[t]);
-          weigh(q, tiles[t], s, block.begin, s.span.begin, s.span.end, weights_[0], states[t]);
+          const E* panel_t = panels + t * panel;
+          if (!score_tile(q, tiles[t], panel_t, block, s, nullptr)) continue;
+          if (!states[t].started) raise_reference(q, s, states[t]);
+          Added added;
+          added.clear();
+          weigh(q, tiles[t], s, s.span.begin, s.span.end, weights_[0], states[t], added);
+          if (!accept(s, states[t], added)) {
+            if constexpr (!kPairs) score_tile(q, tiles[t], panel_t, block, s, nullptr);  // weights lie over the scores
+            weigh_again(q, tiles[t], s, weights_[0], states[t]);
+          }
           if constexpr (kPairs)
             add_values(block, s.span, weights_[0], 0, rows_v, states[t].out);
           else
             add_values(block, s.span, s.scores, 0, rows_v, states[t].out);
         }
       } else {
-        constexpr int64_t kChunk = 32;
         bool live[3] = {false, false, false};  // of the next, this and the last tile
         Span last{};
         for (int64_t t = -1; t <= count; ++t) {
           Scores &next = scores_[(t + 1) & 1], &now = scores_[t & 1];
+          Added added;
+          added.clear();
           live[0] = t + 1 < count && next.start(q, tiles[t + 1], block);
           if (live[1]) {
             now.transform(q, tiles[t], nullptr);
-            raise_reference(q, now, states[t]);
+            if (!states[t].started) raise_reference(q, now, states[t]);
           }
           int64_t row = 0;
           for (int64_t from = 0; from < kBlock; from += kChunk) {
             if (live[0] && from >= next.span.begin && from < next.span.end)
               next.multiply(q, panels + (t + 1) * panel, block, from, from + kChunk);
             if (live[1] && from >= now.span.begin && from < now.span.end)
-              weigh(q, tiles[t], now, block.begin, from, from + kChunk, weights_[t & 1], states[t]);
+              weigh(q, tiles[t], now, from, from + kChunk, weights_[t & 1], states[t], added);
             if (live[2] && row < rows_v) {
-              int64_t to = min(rows_v, from + kChunk == kBlock ? rows_v : row + round_up((rows_v + 3) / 4, 32));
+              int64_t to = from + kChunk == kBlock ? rows_v : min(rows_v, row + rows_per_chunk);
               add_values(block, last, weights_[(t - 1) & 1], row, to, states[t - 1].out);
               row = to;
             }
           }
-          if (live[1]) last = now.span;
+          if (live[1]) {
+            if (!accept(now, states[t], added)) weigh_again(q, tiles[t], now, weights_[t & 1], states[t]);
+            last = now.span;
+          }
           live[2] = live[1];
           live[1] = live[0];
         }
@@ -960,6 +1037,7 @@ struct Attention {
         State state;
         state.out = arena.take_zero<A>(rows_v * kTile);
         const A* from = partial + task * splits * partial_size;
+#pragma GCC unroll 4
         for (int v = 0; v < NV; ++v) {
           V top = V{} - kInf;
           for (int64_t s = 0; s < splits; ++s) top = maximum(top, load(from + s * partial_size + v * N));
@@ -1043,6 +1121,7 @@ struct Attention {
       g.delta[r / N][r % N] = delta;
       g.lse[r / N][r % N] = level;
     }
+#pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) g.alibi[v] = V{};
   }
 
@@ -1059,6 +1138,7 @@ struct Attention {
                  block.value.columns, g.grad_out_t, kTile, scratch.grad_weights + at, kTile, false);
     const bool dropout = q.has_dropout();
     for (int64_t j = 0; j < keys; ++j)
+#pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) {
         const int64_t x = at + j * kTile + v * N, key = block.begin + span.begin + j;
         V s = load(scores + x);
@@ -1097,6 +1177,7 @@ struct Attention {
     const E *weights, *grads, *pairs;
     if constexpr (kPairs) {
       for (int64_t j = 0; j < keys; j += 2)
+#pragma GCC unroll 4
         for (int v = 0; v < NV; ++v) {
           const int64_t x = at + j * kTile + v * N;
           store_pair(scratch.grad_pairs + at + j * kTile + v * 2 * N, load(scores + x), load(scores + x + kTile));
@@ -1125,6 +1206,7 @@ struct Attention {
   template <class M>
   static void put_mask_grad(const View& view, const Tile& tile, int64_t begin, int64_t keys, const A* grad, bool add) {
     M* data = static_cast<M*>(view.data);
+#pragma GCC unroll 4
     for (int v = 0; v < NV; ++v)
       for (int64_t j = 0; j < keys; j += N) {
         V block[N];
@@ -1151,6 +1233,7 @@ struct Attention {
   // Rows of grad_query (times scale) out of a tile's grad_query^T.
   static void put_grad_query(const Problem& q, const View& view, const Tile& tile, const A* grad_t) {
     T* data = static_cast<T*>(view.data);
+#pragma GCC unroll 4
     for (int v = 0; v < NV; ++v)
       for (int64_t d = 0; d < q.p.D; d += N) {
         V block[N];
@@ -1181,9 +1264,9 @@ struct Attention {
   }
 
   static void backward(const AttentionGradParams& p, const Parallel& parallel) {
-    Problem q(p);
     const int64_t heads = p.B * p.Hkv;
     if (heads == 0) return;
+    Problem q(p);
     const View& mask = p.grad_mask;
     const bool whole = (mask.stride[2] || p.L == 1) && (mask.stride[3] || p.S == 1) && (mask.stride[1] || p.H == 1);
     const bool accumulates = !mask.stride[0] && p.B > 1;
@@ -1347,6 +1430,7 @@ struct Attention {
               if (!grad_score_tile(q, tile, g, block, scratch)) continue;
               const Scores& s = scratch.scores;
               for (int64_t j = s.span.begin; j < s.end - block.begin; ++j)
+#pragma GCC unroll 4
                 for (int v = 0; v < NV; ++v) {
                   A* at = sum + (keys_shared ? 0 : j * kTile) + v * N;
                   store(at, load(at) + load(scratch.grad_weights + j * kTile + v * N));
@@ -1358,6 +1442,7 @@ struct Attention {
       if (rows_shared) {
         for (int64_t j = 0; j < keys; ++j) {
           A total = 0;
+#pragma GCC unroll 4
           for (int v = 0; v < NV; ++v) total += reduce_add<A>(load(sum + j * kTile + v * N));
           store(sum + j * kTile, V{} + total);
         }
@@ -1373,6 +1458,7 @@ struct Attention {
   // --- weights ------------------------------------------------------------------------------------------------------
 
   static void weights(const AttentionWeightsParams& p, const Parallel& parallel) {
+    if (p.B * p.H * p.L * p.S == 0) return;
     Problem q(p);
     const int64_t row_tiles = (p.L + kTile - 1) / kTile;
     const int64_t outer = p.average ? 1 : p.H, inner = p.average ? p.H : 1;
@@ -1406,6 +1492,7 @@ struct Attention {
           if (x == 0 || (h0 + x) % q.group == 0) block = make_block(q, b, (h0 + x) / q.group, begin, end, false, scratch);
           if (!score_tile(q, tiles[x], panels + x * q.depth * kTile, block, s, nullptr)) continue;
           for (int64_t j = s.span.begin; j < s.end - begin; ++j)
+#pragma GCC unroll 4
             for (int v = 0; v < NV; ++v) {
               V w = exp2<>(load(s.scores + j * kTile + v * N) * s.factor - load(levels + x * kTile + v * N));
               if (q.has_dropout()) w *= dropout_keep(q, tiles[x], v, begin + j);
