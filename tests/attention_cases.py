@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import attention_oracle as oracle
 import numpy as np
@@ -26,9 +26,24 @@ def require(impl: str) -> str:
     return impl
 
 
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Memory that PyTorch hands out uninitialised holds NaN, so that reading it before writing shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def impl(request) -> str:
+    return require(request.param)
+
+
 @dataclass
 class Case:
-    """One call: tensors in four dimensions, options, incoming gradients, and the seed of torch's generator."""
+    """One call: tensors in four dimensions, options, incoming gradients, the seed of torch's generator."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -51,7 +66,7 @@ def make_case(
     B=2, H=2, Hkv=None, L=5, S=None, D=8, Dv=None, dtype=torch.float64, *, mask=None, mask_shape="bhls",
     mask_dtype=None, padding=False, alibi=None, sinks=False, sinks_dtype=None, seed=0, **options,
 ) -> Case:  # fmt: skip
-    """``mask`` is None, "bool" or "float" and full in the dimensions that ``mask_shape`` names; ``alibi`` "h" or "bh"."""
+    """``mask``: None, "bool" or "float", full in the dimensions of ``mask_shape``; ``alibi``: "h" or "bh"."""
     Hkv, S, Dv = Hkv or H, L if S is None else S, D if Dv is None else Dv
     generator = torch.Generator().manual_seed(seed)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -84,7 +99,7 @@ def make_case(
 
 
 def call(case: Case, impl: str, *, only=None, lse=True, out=True, **changed) -> dict[str, torch.Tensor]:
-    """Runs the public function and its backward: out, lse and grad_<input> of every input (or of ``only`` those)."""
+    """Runs the public function and its backward: out, lse and grad_<input> of each input (or of ``only``)."""
     torch.manual_seed(case.seed)
     leaves = {name: getattr(case, name) for name in (*INPUTS, "key_padding_mask")}
     wanted = case.tensors() if only is None else only
@@ -96,12 +111,16 @@ def call(case: Case, impl: str, *, only=None, lse=True, out=True, **changed) -> 
     )
     outputs, incoming = [], []
     for output, gradient, used in zip(result, (case.grad_out, case.grad_lse), (out, lse), strict=True):
-        if used:
+        # The reference knows that lse does not depend on the values.
+        if used and output.requires_grad:
             outputs.append(output)
             incoming.append(gradient)
     results = {"out": result[0].detach(), "lse": result[1].detach()}
     if wanted:
-        gradients = torch.autograd.grad(outputs, [leaves[n] for n in wanted], incoming, allow_unused=True)
+        wanted_leaves = [leaves[n] for n in wanted]
+        gradients = [None] * len(wanted_leaves)
+        if outputs:
+            gradients = torch.autograd.grad(outputs, wanted_leaves, incoming, allow_unused=True)
         for name, gradient in zip(wanted, gradients, strict=True):
             results[f"grad_{name}"] = torch.zeros_like(leaves[name]) if gradient is None else gradient
     return results
@@ -116,7 +135,13 @@ def exact(case: Case, *, lse=True, out=True) -> tuple[dict, dict]:
     """Results and magnitudes from the float64 oracle."""
 
     def array(t):
-        return None if t is None else t.detach().numpy() if t.dtype == torch.bool else t.detach().double().numpy()
+        return (
+            None
+            if t is None
+            else t.detach().numpy()
+            if t.dtype == torch.bool
+            else t.detach().double().numpy()
+        )
 
     options = dict(case.options)
     (B, H, L, D), S = case.query.shape, case.key.shape[2]
@@ -139,7 +164,11 @@ def exact(case: Case, *, lse=True, out=True) -> tuple[dict, dict]:
 def plain(case: Case, *, lse=True, out=True) -> dict[str, torch.Tensor]:
     """What a user would write in PyTorch, every step in the case's own dtype: the yardstick of precision."""
     leaves = {n: getattr(case, n) for n in INPUTS}
-    leaves = {n: t.detach().clone().requires_grad_(t.dtype != torch.bool) for n, t in leaves.items() if t is not None}
+    leaves = {
+        n: t.detach().clone().requires_grad_(t.dtype != torch.bool)
+        for n, t in leaves.items()
+        if t is not None
+    }
     query, key, value = leaves["query"], leaves["key"], leaves["value"]
     (B, H, L, D), (Hkv, S), o = query.shape, key.shape[1:3], case.options
     right = o.get("causal_alignment", "upper_left") == "lower_right"
@@ -212,12 +241,12 @@ def check(actual: dict, case: Case, **used) -> None:
         assert have.shape == want.shape, f"{name}: shape {have.shape}, not {want.shape}"
         # Infinities (lse of empty rows) have to be equal; errors are taken over the rest.
         finite = np.isfinite(want)
-        assert np.array_equal(have[~finite], want[~finite]), f"{name}: infinite where the oracle is not, or not where it is"
-        error, naive_error = rms((have - want)[finite]), rms((naive - want)[finite])
+        assert np.array_equal(have[~finite], want[~finite]), (
+            f"{name}: infinite where the oracle is not, or not where it is"
+        )
+        error, naive_error = rms(have[finite] - want[finite]), rms(naive[finite] - want[finite])
         bound = 2 * naive_error + torch.finfo(result.dtype).eps * rms(want[finite])
         bound += 2 * torch.finfo(case.query.dtype).eps * rms(size[name][finite])
-        assert error <= bound, f"{name}: error {error:.3e}, allowed {bound:.3e}, plain PyTorch {naive_error:.3e}"
-
-
-def with_changes(case: Case, **changes) -> Case:
-    return replace(case, **changes)
+        assert error <= bound, (
+            f"{name}: error {error:.3e}, allowed {bound:.3e}, plain PyTorch {naive_error:.3e}"
+        )

@@ -1,8 +1,8 @@
-"""Softmax attention in float64 numpy, one query row at a time: an oracle that shares nothing with the reference.
+"""Softmax attention in float64 numpy, one query row at a time; shares nothing with the reference.
 
-Only the keys a row sees are ever looked at, so hidden NaNs and empty rows need no special treatment. The gradient is
-the written-out Jacobian of the softmax. Beside each result stands its magnitude: the same sum with absolute values of
-its terms, which rounding errors are proportional to.
+Only the keys a row sees are ever looked at, so hidden NaNs and empty rows need no special treatment. The
+gradient is the written-out Jacobian of the softmax. Beside each result stands its magnitude: the same
+sum with absolute values of its terms, which rounding errors are proportional to.
 """
 
 import numpy as np
@@ -54,12 +54,16 @@ def attention(
     grad_out=None, grad_lse=None,
 ):  # fmt: skip
     """Results and magnitudes, two dicts: out, lse, weights and, with incoming gradients, grad_<input>."""
-    (B, H, L, D), (_, Hkv, S, _), Dv = query.shape, key.shape, value.shape[3]
+    (B, H, L, _), (_, Hkv, S, _), Dv = query.shape, key.shape, value.shape[3]
     inputs = {
         "query": query, "key": key, "value": value, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes,
         "sinks": sinks,
     }  # fmt: skip
-    result = {"out": np.zeros((B, H, L, Dv)), "lse": np.full((B, H, L), -np.inf), "weights": np.zeros((B, H, L, S))}
+    result = {
+        "out": np.zeros((B, H, L, Dv)),
+        "lse": np.full((B, H, L), -np.inf),
+        "weights": np.zeros((B, H, L, S)),
+    }
     size = {"out": np.zeros((B, H, L, Dv)), "lse": np.zeros((B, H, L)), "weights": np.zeros((B, H, L, S))}
     for name, array in inputs.items():
         if array is not None and array.dtype != bool:
@@ -74,7 +78,9 @@ def attention(
         g = h // (H // Hkv)
         mask_row = None
         if attn_mask is not None:
-            mask_index = tuple(0 if n == 1 else at for n, at in zip(attn_mask.shape[:3], (b, h, i), strict=True))
+            mask_index = tuple(
+                0 if n == 1 else at for n, at in zip(attn_mask.shape[:3], (b, h, i), strict=True)
+            )
             mask_row = np.broadcast_to(attn_mask[mask_index], (S,))
         padding_row = None if key_padding_mask is None else key_padding_mask[b]
         j = visible_keys(i, L, S, mask_row, padding_row, window, is_causal, lower_right)
@@ -114,7 +120,12 @@ def attention(
         inner_size = p @ dp_size + abs(gl)
         ds = p * (dp - inner + gl)
         ds_size = p * (dp_size + inner_size) * size["lse"][b, h, i]
-        add("value", (b, g, j), np.outer(p * factor, go), np.outer(p * factor, np.abs(go)) * size["lse"][b, h, i])
+        add(
+            "value",
+            (b, g, j),
+            np.outer(p * factor, go),
+            np.outer(p * factor, np.abs(go)) * size["lse"][b, h, i],
+        )
         if attn_mask is not None and attn_mask.dtype != bool:
             mask_j = np.zeros_like(j) if attn_mask.shape[3] == 1 else j
             add("attn_mask", (*mask_index, mask_j), ds, ds_size)

@@ -1,0 +1,482 @@
+"""Values and gradients of attention against the float64 oracle, for every option, size, dtype and layout."""
+
+import math
+from pathlib import Path
+
+import attention_cases
+import numpy as np
+import pytest
+import torch
+from attention_cases import call, check, exact, make_case, require
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import fastattn
+
+impl, poisoned = attention_cases.impl, attention_cases.poisoned
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+LOWER_RIGHT = {"is_causal": True, "causal_alignment": "lower_right"}
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "causal, L < S": {"is_causal": True, "S": 23},
+    "causal, L > S": {"is_causal": True, "S": 6},
+    "lower right, L < S": {**LOWER_RIGHT, "S": 23},
+    "lower right, L > S": {**LOWER_RIGHT, "S": 6},
+    "window": {"window_size": (3, 2), "S": 20},
+    "window left": {"window_size": (4, -1), "causal_alignment": "lower_right", "S": 20},
+    "window right": {"window_size": (-1, 1)},
+    "window of one": {"window_size": (0, 0)},
+    "window and causal": {"window_size": (2, 5), "is_causal": True},
+    "boolean mask": {"mask": "bool"},
+    "boolean mask of keys": {"mask": "bool", "mask_shape": "bs"},
+    "boolean mask of queries": {"mask": "bool", "mask_shape": "l"},
+    "float mask": {"mask": "float"},
+    "float mask (1, H, L, S)": {"mask": "float", "mask_shape": "hls"},
+    "float mask (1, 1, L, S)": {"mask": "float", "mask_shape": "ls"},
+    "float mask (B, 1, 1, S)": {"mask": "float", "mask_shape": "bs"},
+    "float mask (B, H, L, 1)": {"mask": "float", "mask_shape": "bhl"},
+    "float mask (1, 1, 1, 1)": {"mask": "float", "mask_shape": "", "seed": 3},
+    "float32 mask": {"mask": "float", "mask_dtype": torch.float32},
+    "mask and causal": {"mask": "float", "mask_shape": "hls", "is_causal": True},
+    "padding": {"padding": True},
+    "padding and mask": {"padding": True, "mask": "bool", "mask_shape": "ls"},
+    "scale": {"scale": 1.7},
+    "negative scale, causal": {"scale": -0.9, "is_causal": True},
+    "zero scale": {"scale": 0.0, "padding": True},
+    "softcap": {"softcap": 1.5},
+    "softcap, large scores": {"softcap": 2.0, "scale": 3.0, "is_causal": True},
+    "alibi": {"alibi": "h", "S": 20},
+    "alibi per batch, lower right": {**LOWER_RIGHT, "alibi": "bh", "S": 20},
+    "sinks": {"sinks": True},
+    "float32 sinks": {"sinks": True, "sinks_dtype": torch.float32, "is_causal": True},
+    "sinks and empty rows": {"sinks": True, "mask": "bool", "padding": True},
+    "GQA": {"H": 6, "Hkv": 2},
+    "MQA, causal": {"H": 4, "Hkv": 1, "is_causal": True},
+    "value dim": {"D": 8, "Dv": 5},
+    "value dim wider": {"D": 7, "Dv": 19, "is_causal": True},
+    "dropout": {"dropout_p": 0.4},
+    "dropout of everything": {"dropout_p": 1.0},
+    "one query": {"L": 1, "S": 37, "H": 8, "Hkv": 2},
+    "everything": {
+        "H": 4, "Hkv": 2, "S": 21, "D": 10, "Dv": 6, "mask": "float", "mask_shape": "bls", "padding": True,
+        "alibi": "bh", "sinks": True, "softcap": 2.5, "scale": 0.6, "window_size": (7, 3),
+        "causal_alignment": "lower_right", "dropout_p": 0.25,
+    },
+    "everything, causal": {
+        "H": 4, "Hkv": 1, "S": 9, "mask": "float", "mask_shape": "hs", "padding": True, "alibi": "h",
+        "sinks": True, "softcap": 1.0, "window_size": (5, -1), "is_causal": True, "dropout_p": 0.1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(impl, name, dtype):
+    case = make_case(**({"L": 13, "dtype": dtype} | OPTIONS[name]))
+    check(call(case, impl), case)
+
+
+SIZES = (0, 1, 2, 7, 15, 16, 17, 31, 33, 64, 65)
+
+
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_sizes(impl, dtype, causal):
+    """Lengths around the block sizes, also zero, in every pairing."""
+    for L in SIZES:
+        for S in SIZES:
+            case = make_case(1, 2, 1, L, S, 8, dtype=dtype, is_causal=causal, seed=L + S)
+            check(call(case, impl), case)
+
+
+@pytest.mark.parametrize("B, H, Hkv, L, S, D, Dv", [
+    (0, 2, 2, 3, 4, 5, 6), (2, 0, 0, 3, 4, 5, 6), (2, 4, 2, 0, 4, 5, 6), (2, 4, 2, 3, 0, 5, 6),
+    (2, 2, 1, 3, 4, 5, 0), (2, 2, 2, 0, 0, 5, 5), (0, 0, 0, 0, 0, 1, 0),
+])  # fmt: skip
+@pytest.mark.parametrize(
+    "extra", ({}, {"mask": "float", "padding": True, "alibi": "h", "sinks": True, "dropout_p": 0.5})
+)
+def test_empty_tensors(impl, B, H, Hkv, L, S, D, Dv, extra):
+    case = make_case(B, H, Hkv, L, S, D, Dv, torch.float32, **extra)
+    case.key = case.key[:, :Hkv] if H else case.key[:, :0]
+    case.value = case.value[:, :Hkv] if H else case.value[:, :0]
+    results = call(case, impl)
+    for name, tensor in case.tensors().items():
+        assert results[f"grad_{name}"].shape == tensor.shape
+    assert results["out"].shape == (B, H, L, Dv) and not results["out"].isnan().any()
+    if S == 0:
+        assert (results["out"] == 0).all() and (extra or (results["lse"] == -math.inf).all())
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize(
+    "D", (1, 2, 3, 5, 8, 15, 16, 17, 24, 31, 32, 40, 63, 64, 65, 80, 96, 128, 129, 160, 256, 257, 512)
+)
+def test_head_dims(impl, D, dtype):
+    case = make_case(1, 2, 1, 18, 35, D, dtype=dtype, is_causal=True, causal_alignment="lower_right")
+    check(call(case, impl), case)
+
+
+@pytest.mark.parametrize("D, Dv", ((64, 1), (1, 64), (16, 33), (33, 16), (192, 128), (64, 512)))
+def test_value_dims(impl, D, Dv):
+    case = make_case(1, 2, 2, 18, 35, D, Dv, torch.float32)
+    check(call(case, impl), case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", (
+    {}, {"is_causal": True}, {"mask": "float", "mask_shape": "hls"}, {"window_size": (60, 10)},
+    {"padding": True, "sinks": True, "softcap": 5.0}, {"Hkv": 1, "dropout_p": 0.2},
+), ids=str)  # fmt: skip
+def test_precision_over_many_keys(impl, dtype, options):
+    """Sums over several blocks of keys and queries are no worse than plain PyTorch's."""
+    case = make_case(**({"B": 1, "H": 2, "L": 140, "S": 301, "D": 32, "dtype": dtype} | options))
+    check(call(case, impl), case)
+
+
+def test_large_scores_do_not_overflow(impl):
+    case = make_case(1, 2, L=20, S=90, D=16, dtype=torch.float32, scale=40.0)
+    check(call(case, impl), case)
+    offset = make_case(1, 2, L=20, S=90, D=16, dtype=torch.float32)
+    offset.attn_mask = torch.full((1, 1, 20, 90), -1e30)
+    assert torch.allclose(
+        call(offset, impl)["out"], offset.value.mean(2, keepdim=True).expand(-1, -1, 20, -1), atol=1e-5
+    )
+
+
+def test_minimum_of_the_dtype_is_visible(impl):
+    """Only -inf hides: a row that is finfo.min everywhere has uniform weights, it absorbs the scores."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        case = make_case(1, 1, L=3, S=40, dtype=dtype)
+        case.attn_mask = torch.full((1, 1, 3, 40), torch.finfo(dtype).min, dtype=dtype)
+        results = call(case, impl)
+        want, eps = case.value.double().mean(2, keepdim=True), torch.finfo(dtype).eps
+        torch.testing.assert_close(results["out"].double(), want.expand(1, 1, 3, 8), rtol=0, atol=4 * eps)
+        lse = results["lse"].double()
+        assert torch.allclose(lse, torch.tensor(torch.finfo(dtype).min, dtype=torch.float64), rtol=4 * eps)
+
+
+@st.composite
+def cases(draw):
+    H = draw(st.sampled_from((1, 2, 4, 6)))
+    mask = draw(st.sampled_from((None, None, "bool", "float")))
+    options = {
+        "is_causal": draw(st.booleans()),
+        "causal_alignment": draw(st.sampled_from(("upper_left", "lower_right"))),
+        "window_size": (draw(st.sampled_from((-1, -1, 0, 3, 20))), draw(st.sampled_from((-1, -1, 0, 2, 20)))),
+        "softcap": draw(st.sampled_from((0.0, 0.0, 1.3))),
+        "scale": draw(st.sampled_from((None, None, 0.0, 0.7, -0.4))),
+        "dropout_p": draw(st.sampled_from((0.0, 0.0, 0.3))),
+    }
+    return make_case(
+        draw(st.integers(1, 3)), H, draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if H % n == 0])),
+        draw(st.integers(1, 40)), draw(st.integers(1, 70)), draw(st.integers(1, 20)),
+        draw(st.integers(1, 20)), draw(st.sampled_from((torch.float64, torch.float32))), mask=mask,
+        mask_shape=draw(st.sampled_from(("bhls", "ls", "bs", "hls", "bl", "", "s", "hs"))),
+        padding=draw(st.booleans()), alibi=draw(st.sampled_from((None, None, "h", "bh"))),
+        sinks=draw(st.booleans()), seed=draw(st.integers(0, 1000)), **options,
+    )  # fmt: skip
+
+
+@settings(
+    max_examples=60, derandomize=True, deadline=None, database=None,
+    suppress_health_check=(HealthCheck.function_scoped_fixture, HealthCheck.too_slow),
+)  # fmt: skip
+@given(case=cases())
+def test_random_combinations(impl, case):
+    check(call(case, impl), case)
+
+
+@pytest.mark.parametrize("name", ("plain", "everything", "everything, causal", "one query"))
+def test_each_gradient_alone_and_through_each_output(impl, name):
+    case = make_case(**({"L": 13} | OPTIONS[name]))
+    for lse, out in ((True, True), (True, False), (False, True)):
+        together = call(case, impl, lse=lse, out=out)
+        check(together, case, lse=lse, out=out)
+        for tensor in case.tensors():
+            alone = call(case, impl, only=[tensor], lse=lse, out=out)
+            assert torch.equal(alone[f"grad_{tensor}"], together[f"grad_{tensor}"]), tensor
+
+
+LAYOUTS = {
+    "transposed": lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "heads last": lambda t: t.transpose(0, -2).contiguous().transpose(0, -2),
+    "reversed": lambda t: t.permute(*reversed(range(t.dim())))
+    .contiguous()
+    .permute(*reversed(range(t.dim()))),
+    "sliced": lambda t: torch.stack((t, t * math.nan if t.is_floating_point() else ~t), -1)[..., 0],
+    "padded": lambda t: torch.nn.functional.pad(t, (1, 2), value=True)[..., 1:-2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_strides(impl, layout, dtype):
+    """Any strides of any one tensor give bitwise the contiguous result; nothing given is written to."""
+    case = make_case(
+        2, 4, 2, 19, 35, 12, 10, dtype, mask="float", padding=True, alibi="bh", sinks=True, is_causal=True
+    )
+    expected = call(case, impl)
+    names = (
+        "query",
+        "key",
+        "value",
+        "grad_out",
+        "grad_lse",
+        "attn_mask",
+        "key_padding_mask",
+        "alibi_slopes",
+        "sinks",
+    )
+    for name in names:
+        tensor = getattr(case, name)
+        if tensor.dim() == 1 and layout != "sliced":
+            continue
+        changed = LAYOUTS[layout](tensor)
+        assert changed.equal(tensor)
+        setattr(case, name, changed)
+        before = changed.clone()
+        for key, result in call(case, impl).items():
+            if impl == "cpu":
+                assert torch.equal(result, expected[key]), f"{key} with {layout} {name}"
+            else:
+                torch.testing.assert_close(
+                    result, expected[key], msg=lambda m, n=name: f"{m} with {layout} {n}"
+                )
+        assert before.equal(changed)
+        setattr(case, name, tensor)
+
+
+def test_expanded_inputs_and_gradients(impl):
+    case = make_case(3, 4, 4, 9, 14, 8, dtype=torch.float32, mask="float", is_causal=True)
+    for name, dims in (
+        ("query", (0,)),
+        ("key", (0, 1)),
+        ("value", (1,)),
+        ("grad_out", (0, 1, 2, 3)),
+        ("grad_lse", (0, 2)),
+    ):
+        tensor = getattr(case, name)
+        for dim in dims:
+            tensor = tensor.select(dim, 0).unsqueeze(dim)
+        setattr(case, name, tensor.expand(getattr(case, name).shape))
+    check(call(case, impl), case)
+
+
+def test_head_beside_channel_layout_of_the_output(impl):
+    """Joining the heads of the output is a view, as after PyTorch's own kernel."""
+    if impl == "cpu":
+        case = make_case(2, 3, L=4, dtype=torch.float32)
+        assert call(case, impl)["out"].transpose(1, 2).is_contiguous()
+
+
+def test_gradients_in_float64(impl):
+    """gradcheck and gradgradcheck over the options, to every floating input and through both outputs."""
+    names = (
+        "plain",
+        "lower right, L < S",
+        "window",
+        "float mask (B, 1, 1, S)",
+        "everything",
+        "everything, causal",
+    )
+    for name in (*names, "softcap", "sinks and empty rows", "negative scale, causal"):
+        case = make_case(**(OPTIONS[name] | {"B": 1, "L": 3, "S": 4, "D": 2, "Dv": 3}))
+        wanted = case.tensors()
+
+        def attend(*tensors, case=case, names=tuple(wanted)):
+            torch.manual_seed(case.seed)
+            arguments = {
+                n: getattr(case, n) for n in ("attn_mask", "key_padding_mask", "alibi_slopes", "sinks")
+            }
+            gqa = case.key.shape[1] != case.query.shape[1]
+            out, lse = fastattn.scaled_dot_product_attention(
+                **(arguments | dict(zip(names, tensors, strict=True))), enable_gqa=gqa, return_lse=True,
+                impl=impl, **case.options,
+            )  # fmt: skip
+            # gradcheck subtracts numerically: infinities of empty rows would give NaN there.
+            return out, torch.where(lse.isinf(), 0.0, lse)
+
+        # Finite differences of -inf are NaN: the mask is kept finite instead.
+        inputs = [t.clone().nan_to_num(neginf=-1.0).requires_grad_() for t in wanted.values()]
+        assert torch.autograd.gradcheck(attend, inputs, fast_mode=True), name
+        assert torch.autograd.gradgradcheck(attend, inputs, fast_mode=True), name
+
+
+def test_repeatable_and_independent_of_threads(impl):
+    case = make_case(
+        2, 4, 2, 70, 90, 16, dtype=torch.float32, mask="float", mask_shape="hls", sinks=True, dropout_p=0.2
+    )
+    first = call(case, impl)
+    threads = torch.get_num_threads()
+    try:
+        for n in (threads, 1, 2, 3):
+            torch.set_num_threads(n)
+            for key, result in call(case, impl).items():
+                if impl == "cpu" or n == threads:
+                    assert torch.equal(result, first[key]), f"{key} with {n} threads"
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_gradient_mode_does_not_change_the_result(impl):
+    case = make_case(2, 4, 2, 33, 50, 16, dtype=torch.float32, is_causal=True, dropout_p=0.2)
+    trained = call(case, impl)["out"]
+    assert torch.equal(call(case, impl, only=())["out"], trained)
+    with torch.no_grad():
+        assert torch.equal(call(case, impl, only=())["out"], trained)
+    with torch.inference_mode():
+        assert torch.equal(call(case, impl, only=())["out"], trained)
+
+
+def test_properties(impl):
+    case = make_case(2, 4, 2, 33, 50, 16, dtype=torch.float64)
+
+    def run(**changed):
+        arguments = {
+            "query": case.query,
+            "key": case.key,
+            "value": case.value,
+            "enable_gqa": True,
+            "impl": impl,
+        }
+        return fastattn.scaled_dot_product_attention(**(arguments | changed))
+
+    out = run()
+    ones = run(value=torch.ones_like(case.value))
+    torch.testing.assert_close(ones, torch.ones_like(ones))
+    order = torch.randperm(50)
+    torch.testing.assert_close(run(key=case.key[:, :, order], value=case.value[:, :, order]), out)
+    rows = torch.randperm(33)
+    torch.testing.assert_close(run(query=case.query[:, :, rows]), out[:, :, rows])
+    shift = torch.randn(2, 4, 33, 1, dtype=torch.float64)
+    torch.testing.assert_close(run(attn_mask=shift), out)
+    causal = run(is_causal=True)
+    prefix = run(
+        query=case.query[:, :, :20], key=case.key[:, :, :20], value=case.value[:, :, :20], is_causal=True
+    )
+    torch.testing.assert_close(causal[:, :, :20], prefix)
+    # Two halves of the keys, merged by their log-sum-exp, are the whole.
+    halves = [
+        run(key=k, value=v, return_lse=True)
+        for k, v in zip(case.key.chunk(2, 2), case.value.chunk(2, 2), strict=True)
+    ]
+    weights = torch.softmax(torch.stack([lse for _, lse in halves]), 0).unsqueeze(-1)
+    torch.testing.assert_close(sum(w * o for w, (o, _) in zip(weights, halves, strict=True)), out)
+
+
+def test_implementations_agree_on_larger_inputs():
+    require("cpu")
+    options = {
+        "mask": "float",
+        "mask_shape": "hls",
+        "padding": True,
+        "alibi": "h",
+        "sinks": True,
+        "dropout_p": 0.1,
+    }
+    case = make_case(
+        2, 4, 2, 300, 517, 64, 48, torch.float32, is_causal=True, causal_alignment="lower_right", **options
+    )
+    expected = call(case, "reference")
+    for key, result in call(case, "cpu").items():
+        torch.testing.assert_close(
+            result, expected[key], rtol=1e-3, atol=2e-4, msg=lambda m, k=key: f"{k}: {m}"
+        )
+
+
+WRONG = {
+    "mask ignored": ({"mask": "float"}, lambda c: setattr(c, "attn_mask", None)),
+    "boolean mask inverted": ({"mask": "bool"}, lambda c: setattr(c, "attn_mask", ~c.attn_mask)),
+    "padding ignored": ({"padding": True}, lambda c: setattr(c, "key_padding_mask", None)),
+    "causal ignored": ({"is_causal": True}, lambda c: c.options.update(is_causal=False)),
+    "causal off by one": (
+        {"is_causal": True},
+        lambda c: c.options.update(is_causal=False, window_size=(-1, 1)),
+    ),
+    "other alignment": (
+        {"is_causal": True, "S": 15},
+        lambda c: c.options.update(causal_alignment="lower_right"),
+    ),
+    "window off by one": ({"window_size": (3, 2)}, lambda c: c.options.update(window_size=(3, 3))),
+    "scale missing": ({}, lambda c: c.options.update(scale=1.0)),
+    "scale slightly off": ({"D": 8}, lambda c: c.options.update(scale=8**-0.5 * 1.01)),
+    "softcap ignored": ({"softcap": 1.0}, lambda c: c.options.update(softcap=0.0)),
+    "alibi ignored": ({"alibi": "h"}, lambda c: setattr(c, "alibi_slopes", c.alibi_slopes * 0)),
+    "sinks ignored": ({"sinks": True}, lambda c: setattr(c, "sinks", torch.full_like(c.sinks, -math.inf))),
+    "dropout of other weights": ({"dropout_p": 0.3}, lambda c: setattr(c, "seed", 17)),
+    "heads shared in the wrong order": (
+        {"H": 4, "Hkv": 2},
+        lambda c: (setattr(c, "key", c.key.flip(1)), setattr(c, "value", c.value.flip(1))),
+    ),
+    "gradient of lse forgotten": ({}, lambda c: setattr(c, "grad_lse", c.grad_lse * 0)),
+}
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("name", WRONG)
+def test_checker_catches(name, dtype):
+    options, spoil = WRONG[name]
+    right, wrong = (make_case(**({"L": 13, "dtype": dtype} | options)) for _ in range(2))
+    spoil(wrong)
+    if dtype == torch.bfloat16 and "slightly" in name:
+        return
+    with pytest.raises(AssertionError):
+        check(call(wrong, "reference"), right)
+
+
+@pytest.mark.parametrize("spoil", (
+    lambda r: r["out"].mul_(0.9), lambda r: r["lse"].mul_(math.log2(math.e)),
+    lambda r: r["grad_query"].mul_(2),
+    lambda r: r["grad_key"].neg_(), lambda r: r["grad_value"].mul_(0.6),
+    lambda r: r["grad_attn_mask"].zero_(),
+    lambda r: r["out"][0, 0, 0].zero_(),
+    lambda r: r["grad_sinks"].mul_(1.5), lambda r: r["lse"][0, 0, 1].fill_(0.0),
+))  # fmt: skip
+def test_checker_catches_spoilt_results(spoil):
+    case = make_case(L=13, dtype=torch.float32, mask="float", mask_shape="ls", sinks=True)
+    case.attn_mask[:, :, 1] = -math.inf
+    results = call(case, "reference")
+    check(results, case)
+    spoil(results)
+    with pytest.raises(AssertionError):
+        check(results, case)
+
+
+def test_oracle_gradient_is_the_derivative_of_its_value():
+    """The oracle's hand-written gradient against finite differences of its own forward."""
+    case = make_case(**(OPTIONS["everything"] | {"B": 1, "L": 3, "S": 5, "D": 2, "Dv": 2}))
+    case.attn_mask = case.attn_mask.nan_to_num(neginf=-1.0)
+    case.key_padding_mask[:] = True
+    expected, _ = exact(case)
+
+    def weigh(result):
+        return (result["out"] * case.grad_out.numpy()).sum() + (result["lse"] * case.grad_lse.numpy()).sum()
+
+    for name, tensor in case.tensors().items():
+        flat = tensor.view(-1)
+        for n in range(0, flat.numel(), 3):
+            value = flat[n].item()
+            sides = []
+            for step in (1e-5, -1e-5):
+                flat[n] = value + step
+                sides.append(weigh(exact(case)[0]))
+            flat[n] = value
+            numerical = (sides[0] - sides[1]) / 2e-5
+            assert np.isclose(expected[f"grad_{name}"].reshape(-1)[n], numerical, rtol=1e-5, atol=1e-7), name
+
+
+def test_every_instruction_set(isa, run_python):
+    """The compact tests of this file and of the rules, once more under each instruction set."""
+    require("cpu")
+    found = run_python("-c", "from fastattn import _native; print(_native.isa())", FASTATTN_CPU_ISA=isa)
+    assert found.stdout.strip() == isa
+    compact = ("options", "sizes", "head_dims", "value_dims", "precision", "minimum", "weights", "isolation")
+    chosen = f"({' or '.join('test_' + name for name in compact)}) and cpu"
+    files = [Path(__file__).with_name(name) for name in ("test_attention.py", "test_attention_rules.py")]
+    run_python(
+        "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", chosen, *files, FASTATTN_CPU_ISA=isa
+    )

@@ -1,0 +1,485 @@
+"""The rules of attention: empty, hidden and NaN; dropout; arguments and shapes; weights; the choice."""
+
+import math
+
+import attention_cases
+import attention_oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_cases import INPUTS, call, check, dropout_seed, exact, make_case, require
+
+import fastattn
+from fastattn.ops.attention import attention_with_weights
+
+impl, poisoned = attention_cases.impl, attention_cases.poisoned
+
+attend = fastattn.scaled_dot_product_attention
+
+
+def hide(case, keys=(), rows=()):
+    """Makes ``keys`` invisible to everyone by padding and ``rows`` see nothing by a boolean mask."""
+    (B, _, L, _), S = case.query.shape, case.key.shape[2]
+    case.key_padding_mask = torch.ones(B, S, dtype=torch.bool)
+    case.key_padding_mask[:, list(keys)] = False
+    if rows:
+        case.attn_mask = torch.ones(1, 1, L, S, dtype=torch.bool)
+        case.attn_mask[:, :, list(rows)] = False
+    return case
+
+
+def assert_same(results, expected, exact=True):
+    for name, result in results.items():
+        if exact:
+            assert torch.equal(result, expected[name]), name
+        else:
+            torch.testing.assert_close(result, expected[name], msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_isolation_hidden_keys(impl):
+    """NaN and inf in keys and values that no query sees change no bit of any result."""
+    hiding = (
+        ({"S": 40}, lambda c: hide(c, keys=(3, 17, 38, 39)), (3, 17, 38, 39)),
+        ({"S": 40, "is_causal": True}, lambda c: c, range(20, 40)),
+        ({"S": 40, "window_size": (2, 1), "causal_alignment": "lower_right"}, lambda c: c, range(0, 18)),
+        ({"S": 40, "mask": "float", "mask_shape": "bs"}, None, None),
+        (
+            {"S": 40, "Hkv": 1, "is_causal": True, "softcap": 2.0, "sinks": True, "alibi": "h"},
+            lambda c: c,
+            range(20, 40),
+        ),
+    )
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for options, prepare, keys in hiding:
+            for poison in (math.nan, math.inf, -math.inf):
+                case = make_case(**({"L": 20, "dtype": dtype} | options))
+                if prepare is None:
+                    keys = [5, 6, 31]
+                    case.attn_mask[..., keys] = -math.inf
+                else:
+                    case = prepare(case)
+                expected = call(case, impl)
+                check(expected, case)
+                case.key[:, :, list(keys)] = poison
+                case.value[:, :, list(keys)] = poison
+                assert_same(call(case, impl), expected)
+
+
+def test_isolation_rows_that_see_nothing(impl):
+    """A row without visible keys may hold NaN, in its query and incoming gradients, and matters nowhere."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for options in ({}, {"alibi": "bh", "softcap": 1.0}, {"sinks": True}, {"Hkv": 1, "dropout_p": 0.3}):
+            rows = (0, 7, 18, 19)
+            case = hide(make_case(**({"L": 20, "S": 35, "dtype": dtype} | options)), rows=rows)
+            expected = call(case, impl)
+            check(expected, case)
+            assert (expected["out"][:, :, list(rows)] == 0).all()
+            assert (expected["grad_query"][:, :, list(rows)] == 0).all()
+            if not options.get("sinks"):
+                assert (expected["lse"][:, :, list(rows)] == -math.inf).all()
+                case.grad_lse[:, :, list(rows)] = math.nan
+            case.query[:, :, list(rows)] = math.nan
+            case.grad_out[:, :, list(rows)] = math.nan
+            assert_same(call(case, impl), expected)
+
+
+def test_isolation_nothing_is_visible(impl):
+    for options in ({"mask": "bool"}, {"mask": "float"}, {"mask": "float", "sinks": True, "alibi": "h"}):
+        case = make_case(L=5, S=18, dtype=torch.float32, **options)
+        case.attn_mask = torch.full_like(case.attn_mask, False if options["mask"] == "bool" else -math.inf)
+        for name in ("query", "key", "value", "grad_out"):
+            getattr(case, name).fill_(math.nan)
+        results = call(case, impl)
+        assert (results["out"] == 0).all()
+        for name in case.tensors():
+            if name != "sinks":
+                assert (results[f"grad_{name}"] == 0).all(), name
+        if "sinks" in options:
+            torch.testing.assert_close(results["lse"], case.sinks.view(1, 2, 1).expand(2, 2, 5))
+            torch.testing.assert_close(results["grad_sinks"], case.grad_lse.sum((0, 2)))
+
+
+def test_empty_rows_from_alignment_and_windows(impl):
+    """Causal from the lower right with more queries than keys: the first queries see nothing."""
+    case = make_case(L=20, S=6, is_causal=True, causal_alignment="lower_right")
+    results = call(case, impl)
+    assert (results["out"][:, :, :14] == 0).all() and (results["lse"][:, :, :14] == -math.inf).all()
+    assert (results["out"][:, :, 14:] != 0).all()
+    case = make_case(L=20, S=6, window_size=(2, 2))
+    results = call(case, impl)
+    assert (results["out"][:, :, 8:] == 0).all() and (results["out"][:, :, :8] != 0).any(-1).all()
+
+
+def test_causal_hides_a_nan_key_from_earlier_rows(impl):
+    for dtype in (torch.float32, torch.bfloat16):
+        case = make_case(1, 2, L=40, dtype=dtype, is_causal=True)
+        expected = call(case, impl)["out"]
+        case.key[:, :, 23] = math.nan
+        out = call(case, impl)["out"]
+        assert torch.equal(out[:, :, :23], expected[:, :, :23])
+        assert out[:, :, 23:].isnan().all()
+
+
+def test_visible_nan_is_never_hidden(impl):
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for name, row in (("query", (0, 1, 4)), ("key", (0, 1)), ("value", (0, 1))):
+            case = make_case(1, 2, L=9, S=34, dtype=dtype)
+            getattr(case, name)[0, 1, 4] = math.nan
+            out = call(case, impl)["out"]
+            assert out[row].isnan().all() and not out[0, 0].isnan().any(), name
+        case = make_case(1, 1, L=9, S=34, dtype=dtype, mask="float")
+        case.attn_mask = torch.zeros(1, 1, 9, 34, dtype=dtype)
+        for value in (math.nan, math.inf):
+            case.attn_mask[0, 0, 3, 20] = value
+            out = call(case, impl)["out"]
+            assert out[0, 0, 3].isnan().all() and not out[0, 0, [2, 4]].isnan().any()
+        case = make_case(1, 1, L=9, S=34, dtype=dtype)
+        case.value[0, 0, 3, 2] = math.inf
+        assert (call(case, impl)["out"][0, 0, :, 2] == math.inf).all()
+
+
+def test_scores_of_minus_infinity_do_not_hide(impl):
+    """Only masks empty a row: scores that are all -inf by value give NaN, some -inf are weights of zero."""
+    case = make_case(1, 1, L=3, S=20, D=2, dtype=torch.float32)
+    case.query[:], case.key[:] = 1.0, -math.inf
+    case.query[..., 1], case.key[..., 1] = 0.5, 0.25
+    assert call(case, impl)["out"].isnan().all()
+    case.key[:, :, 4] = 1.0
+    out = call(case, impl)["out"]
+    torch.testing.assert_close(out, case.value[:, :, 4:5].expand_as(out))
+
+
+def test_gradient_of_a_visible_nan_is_nan(impl):
+    case = make_case(1, 1, L=9, S=34, dtype=torch.float32)
+    case.grad_out[0, 0, 4] = math.nan
+    results = call(case, impl)
+    assert results["grad_query"][0, 0, 4].isnan().all() and not results["grad_query"][0, 0, 5].isnan().any()
+    assert results["grad_key"].isnan().all() and results["grad_value"].isnan().all()
+
+
+# Dropout
+
+
+def test_dropout_patterns_are_those_of_the_oracle_and_equal():
+    for implementation in ("reference", "cpu"):
+        require(implementation)
+        for p in (0.1, 0.5, 0.97):
+            # Values that name their key: the output is the dropped weight matrix itself.
+            case = make_case(2, 3, 1, 17, 45, 4, 45, torch.float64, dropout_p=p, seed=int(p * 100))
+            case.value = torch.eye(45, dtype=torch.float64).expand(2, 1, 45, 45)
+            kept = torch.from_numpy(attention_oracle.keep_mask(dropout_seed(case), p, 2, 3, 17, 45))
+            results = call(case, implementation)
+            assert torch.equal(results["out"] != 0, kept)
+            del case.options["dropout_p"]
+            undropped = call(case, implementation)
+            torch.testing.assert_close(results["out"], torch.where(kept, undropped["out"] / (1 - p), 0.0))
+            torch.testing.assert_close(results["lse"], undropped["lse"])
+
+
+def test_dropout_statistics(impl):
+    """Rates, and correlations of neighbours and of calls, are within five standard errors."""
+    p, (B, H, L, S) = 0.3, (2, 3, 64, 256)
+    v = torch.eye(S).expand(B, H, S, S)
+    q, k = torch.zeros(B, H, L, 8), torch.zeros(B, H, S, 8)
+    torch.manual_seed(5)
+    kept, again = ((attend(q, k, v, dropout_p=p, impl=impl) != 0).float() for _ in range(2))
+    deviation = (kept - (1 - p)) / math.sqrt(p * (1 - p))
+    assert abs(deviation.mean()) * math.sqrt(kept.numel()) < 5
+    for dim in range(4):
+        rate = deviation.mean([d for d in range(4) if d != dim]) * math.sqrt(kept.numel() / kept.shape[dim])
+        assert rate.abs().max() < 5
+        neighbours = deviation.narrow(dim, 1, kept.shape[dim] - 1) * deviation.narrow(
+            dim, 0, kept.shape[dim] - 1
+        )
+        assert abs(neighbours.mean()) * math.sqrt(neighbours.numel()) < 5
+    fresh = deviation * (again - (1 - p)) / math.sqrt(p * (1 - p))
+    assert abs(fresh.mean()) * math.sqrt(kept.numel()) < 5
+
+
+def test_dropout_follows_the_generator_alone(impl):
+    case = make_case(2, 2, L=30, S=40, D=16, dtype=torch.float32, dropout_p=0.4)
+    first = call(case, impl)["out"]
+    transposed = case.query.transpose(1, 2).contiguous().transpose(1, 2)
+    torch.manual_seed(case.seed)
+    assert torch.equal(attend(transposed, case.key, case.value, dropout_p=0.4, impl=impl), first)
+    other = attend(case.query, case.key, case.value, dropout_p=0.4, impl=impl)
+    assert not torch.equal(other, first)
+    state = torch.get_rng_state()
+    attend(case.query, case.key, case.value, impl=impl)
+    assert torch.equal(torch.get_rng_state(), state), "a call without dropout draws nothing"
+
+
+# Arguments and shapes
+
+
+@pytest.mark.parametrize("query, key, value, mask", [
+    ((5, 8), (7, 8), (7, 4), (5, 7)),
+    ((3, 5, 8), (3, 7, 8), (3, 7, 4), (7,)),
+    ((3, 5, 8), (3, 7, 8), (3, 7, 4), (3, 1, 7)),
+    ((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 4), (3, 5, 1)),
+    ((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 4), ()),
+    ((4, 2, 3, 5, 8), (4, 2, 3, 7, 8), (4, 2, 3, 7, 4), (4, 1, 1, 5, 7)),
+    ((4, 2, 3, 5, 8), (4, 2, 3, 7, 8), (4, 2, 3, 7, 4), (2, 3, 5, 7)),
+    ((2, 2, 2, 2, 5, 8), (2, 2, 2, 2, 7, 8), (2, 2, 2, 2, 7, 4), (5, 7)),
+    ((2, 3, 5, 8), (1, 3, 7, 8), (2, 1, 7, 4), (5, 7)),
+    ((2, 1, 5, 8), (2, 3, 7, 8), (2, 3, 7, 4), (2, 3, 5, 7)),
+    ((2, 3, 5, 8), (2, 1, 7, 8), (2, 1, 7, 4), (2, 1, 5, 7)),
+    ((2, 3, 5, 8), (7, 8), (3, 7, 4), (5, 7)),
+    ((2, 1, 3, 5, 8), (1, 4, 3, 7, 8), (2, 4, 1, 7, 4), (4, 3, 5, 7)),
+])  # fmt: skip
+def test_leading_dimensions_broadcast_as_in_torch(impl, query, key, value, mask):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (query, key, value, mask)
+    leaves = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
+    results = []
+    for function in (lambda *a: attend(*a, impl=impl), F.scaled_dot_product_attention):
+        out = function(*leaves)
+        generator.manual_seed(1)
+        gradient = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+        results.append((out, *torch.autograd.grad(out, leaves, gradient)))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    out, lse = attend(*leaves, impl=impl, return_lse=True)
+    assert lse.shape == out.shape[:-1] and lse.dtype == torch.float64
+
+
+def test_grouped_heads_as_in_torch(impl):
+    q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 3, 7, 8), torch.randn(2, 2, 7, 8)
+    for key, value in ((k, k), (k, v), (v, k), (k[:, :1], v)):
+        repeated = (t.repeat_interleave(6 // t.shape[1], 1) for t in (key, value))
+        expected = F.scaled_dot_product_attention(q, *repeated)
+        torch.testing.assert_close(attend(q, key, value, enable_gqa=True, impl=impl), expected)
+    three = attend(q[0], k[0], k[0], enable_gqa=True, impl=impl)
+    torch.testing.assert_close(three, attend(q, k, k, enable_gqa=True, impl=impl)[0])
+    for key, value in ((k, k), (k, v)):
+        with pytest.raises(RuntimeError, match="enable_gqa"):
+            attend(q, key, value, impl=impl)
+    with pytest.raises(RuntimeError, match="divide"):
+        attend(q, torch.randn(2, 4, 7, 8), torch.randn(2, 4, 7, 8), enable_gqa=True, impl=impl)
+
+
+def test_padding_mask_shapes(impl):
+    q, k, v = torch.randn(4, 5, 8), torch.randn(4, 7, 8), torch.randn(4, 7, 6)
+    padding = torch.rand(4, 7) < 0.6
+    per_batch = attend(q, k, v, key_padding_mask=padding, impl=impl, return_lse=True)
+    as_batch = attend(
+        *(t.unsqueeze(1) for t in (q, k, v)), key_padding_mask=padding, impl=impl, return_lse=True
+    )
+    assert_same(
+        {"out": per_batch[0], "lse": per_batch[1]},
+        {"out": as_batch[0].squeeze(1), "lse": as_batch[1].squeeze(1)},
+    )
+    shared = attend(q, k, v, key_padding_mask=padding[0], impl=impl)
+    assert torch.equal(shared, attend(q, k, v, key_padding_mask=padding[:1], impl=impl))
+    torch.testing.assert_close(shared, attend(q, k, v, padding[0].expand(5, 7), impl=impl))
+    assert attend(q[0], k[0], v[0], key_padding_mask=padding[0], impl=impl).shape == (5, 6)
+    five = [t.expand(3, 2, *t.shape) for t in (q, k, v)]
+    padding = torch.rand(3, 2, 7) < 0.6
+    torch.testing.assert_close(
+        attend(*five, key_padding_mask=padding, impl=impl),
+        attend(*five, padding[:, :, None, None], impl=impl),
+    )
+
+
+def test_alibi_and_sinks_in_other_shapes(impl):
+    q, k = torch.randn(3, 5, 8), torch.randn(3, 7, 8)
+    slopes, sinks = torch.rand(3), torch.randn(3)
+    out = attend(q, k, k, alibi_slopes=slopes, sinks=sinks, impl=impl)
+    batched = attend(q[None], k[None], k[None], alibi_slopes=slopes[None], sinks=sinks, impl=impl)
+    assert torch.equal(out, batched[0])
+    doubles = [t.double() for t in (q, k, k)]
+    assert attend(*doubles, alibi_slopes=slopes, sinks=sinks, impl=impl).dtype == torch.float64
+
+
+def test_mask_gradient_has_the_shape_and_dtype_of_the_mask(impl):
+    for dtype, mask_dtype in (
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16,) * 2,
+    ):
+        for shape in ((), (7,), (5, 1), (3, 5, 7), (1, 3, 1, 7), (2, 1, 5, 7), (2, 3, 5, 7)):
+            q, k = torch.randn(2, 3, 5, 8).to(dtype), torch.randn(2, 3, 7, 8).to(dtype)
+            mask = torch.randn(shape).to(mask_dtype).requires_grad_()
+            attend(q, k, k, mask, impl=impl).float().square().sum().backward()
+            assert mask.grad.shape == shape and mask.grad.dtype == mask_dtype
+
+
+Q, K = torch.zeros(2, 4, 5, 8), torch.zeros(2, 4, 7, 8)
+
+
+def padded(mask):
+    return attend(Q, K, K, key_padding_mask=mask)
+
+
+def sloped(slopes):
+    return attend(Q, K, K, alibi_slopes=slopes)
+
+
+REFUSED = {
+    "query is a list": (TypeError, "query", lambda: attend([1.0], K, K)),
+    "integer query": (RuntimeError, "query.*int64", lambda: attend(Q.long(), K.long(), K.long())),
+    "complex query": (RuntimeError, "query.*complex", lambda: attend(*[Q.to(torch.complex64)] * 3)),
+    "mixed dtypes": (RuntimeError, "key.*float64", lambda: attend(Q, K.double(), K)),
+    "1-D query": (RuntimeError, "query", lambda: attend(Q[0, 0, 0], K, K)),
+    "head dims": (RuntimeError, r"head dim.*\(2, 4, 7, 6\)", lambda: attend(Q, K[..., :6], K)),
+    "lengths": (RuntimeError, r"length.*\(2, 4, 3, 8\)", lambda: attend(Q, K, K[:, :, :3])),
+    "batches": (RuntimeError, r"batch.*\(3, 4, 7, 8\)", lambda: attend(Q, *[torch.zeros(3, 4, 7, 8)] * 2)),
+    "heads": (RuntimeError, r"enable_gqa.*\(2, 2, 7, 8\)", lambda: attend(Q, K[:, :2], K[:, :2])),
+    "mask shape": (RuntimeError, r"attn_mask.*\(5, 6\)", lambda: attend(Q, K, K, torch.zeros(5, 6))),
+    "mask heads": (RuntimeError, r"attn_mask \(3, 5, 7\)", lambda: attend(Q, K, K, torch.zeros(3, 5, 7))),
+    "integer mask": (RuntimeError, "attn_mask.*int64", lambda: attend(Q, K, K, torch.ones(5, 7).long())),
+    "uint8 mask": (RuntimeError, "attn_mask.*uint8", lambda: attend(Q, K, K, torch.ones(5, 7).byte())),
+    "half mask": (RuntimeError, "attn_mask.*float16", lambda: attend(Q, K, K, torch.ones(5, 7).half())),
+    "mask is a list": (TypeError, "attn_mask", lambda: attend(Q, K, K, [[True]])),
+    "float padding": (RuntimeError, "key_padding.*float32", lambda: padded(torch.ones(2, 7))),
+    "padding shape": (
+        RuntimeError, r"key_padding_mask \(2, 5\)", lambda: padded(torch.ones(2, 5).bool()),
+    ),
+    "slopes shape": (RuntimeError, r"alibi_slopes \(3,\)", lambda: sloped(torch.ones(3))),
+    "slopes dtype": (RuntimeError, "alibi.*float16", lambda: sloped(torch.ones(4).half())),
+    "sinks shape": (RuntimeError, r"sinks \(2, 4\)", lambda: attend(Q, K, K, sinks=torch.ones(2, 4))),
+    "sinks dtype": (RuntimeError, "sinks.*int64", lambda: attend(Q, K, K, sinks=torch.ones(4).long())),
+    "dropout": (ValueError, "dropout_p.*1.5", lambda: attend(Q, K, K, dropout_p=1.5)),
+    "negative dropout": (ValueError, "dropout_p.*-0.1", lambda: attend(Q, K, K, dropout_p=-0.1)),
+    "NaN dropout": (ValueError, "dropout_p.*nan", lambda: attend(Q, K, K, dropout_p=math.nan)),
+    "window": (ValueError, "window_size.*-2", lambda: attend(Q, K, K, window_size=(-2, 0))),
+    "window of one number": (ValueError, "window_size.*3", lambda: attend(Q, K, K, window_size=3)),
+    "softcap": (ValueError, "softcap.*-1", lambda: attend(Q, K, K, softcap=-1.0)),
+    "alignment": (ValueError, "causal_alignment.*middle", lambda: attend(Q, K, K, causal_alignment="middle")),
+    "impl": (ValueError, "impl.*fast", lambda: attend(Q, K, K, impl="fast")),
+    "triton": (NotImplementedError, "triton.*no triton kernel", lambda: attend(Q, K, K, impl="triton")),
+    "torch, scaled": (NotImplementedError, "softcap", lambda: attend(Q, K, K, softcap=1.0, impl="torch")),
+    "sparse": (NotImplementedError, "query.*dense", lambda: attend(Q[0, 0].to_sparse(), K, K)),
+    "device": (RuntimeError, "key is on meta", lambda: attend(Q, K.to("meta"), K)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_refused(mistake):
+    error, message, run = REFUSED[mistake]
+    with pytest.raises(error, match=message):
+        run()
+
+
+def test_torch_implementation_keeps_a_visible_nan():
+    q, k, v = (torch.randn(2, 3, 9, 8) for _ in range(3))
+    torch.testing.assert_close(attend(q, k, v, impl="torch"), F.scaled_dot_product_attention(q, k, v))
+    grouped = attend(q, k[:, :1], v[:, :1], enable_gqa=True, impl="torch")
+    torch.testing.assert_close(grouped, attend(q, k[:, :1], v[:, :1], enable_gqa=True, impl="reference"))
+    q[0, 0, 4] = math.nan
+    assert attend(q, k, v, impl="torch")[0, 0, 4].isnan().all()
+
+
+def test_plain_calls_equal_torch():
+    """The short way of plain calls takes every form of them, and leaves alone what it does not understand."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        tolerance = {"rtol": 0.02, "atol": 0.02} if dtype.itemsize == 2 else {}
+        q, k, v = (torch.randn(2, 3, n, 8).to(dtype) for n in (5, 7, 7))
+        for options in ({}, {"is_causal": True}, {"scale": 0.3}, {"scale": 1}):
+            mine, theirs = attend(q, k, v, **options), F.scaled_dot_product_attention(q, k, v, **options)
+            torch.testing.assert_close(mine, theirs, **tolerance)
+            out, lse = attend(q, k, v, return_lse=True, **options)
+            assert torch.equal(out, mine) and lse.shape == (2, 3, 5)
+    assert attend(q[:, :, :, :0], k[:, :, :, :0], v).shape == (2, 3, 5, 8)
+
+
+# Weights
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("options", (
+    {}, {"is_causal": True}, {"mask": "float", "mask_shape": "ls", "padding": True, "scale": 0.7},
+    {"mask": "bool", "dropout_p": 0.3}, {"dropout_p": 1.0},
+), ids=str)  # fmt: skip
+def test_weights(impl, options, dtype):
+    case = make_case(**({"B": 2, "H": 3, "L": 18, "S": 37, "D": 8, "dtype": dtype} | options))
+    arguments = {"attn_mask": case.attn_mask, "key_padding_mask": case.key_padding_mask} | case.options
+    expected, _ = exact(case)
+    tolerance = {"rtol": 4 * torch.finfo(dtype).eps ** 0.9, "atol": 4 * torch.finfo(dtype).eps}
+    for average in (True, False):
+        torch.manual_seed(case.seed)
+        out, weights = attention_with_weights(
+            case.query, case.key, case.value, **arguments, average_weights=average, impl=impl
+        )
+        assert torch.equal(out, call(case, impl, only=())["out"])
+        want = torch.from_numpy(expected["weights"].mean(1) if average else expected["weights"])
+        assert weights.dtype == dtype
+        torch.testing.assert_close(weights.double(), want, **tolerance)
+
+
+def test_weights_have_gradients(impl):
+    for average in (True, False):
+        for options in ({"is_causal": True}, {"mask": "float", "padding": True, "dropout_p": 0.3}):
+            case = make_case(1, 2, L=4, S=5, D=3, **options)
+            inputs = {n: t.nan_to_num(neginf=-1.0).requires_grad_() for n, t in case.tensors().items()}
+
+            def weigh(*tensors, case=case, names=tuple(inputs), average=average):
+                torch.manual_seed(0)
+                return attention_with_weights(
+                    **dict(zip(names, tensors, strict=True)), key_padding_mask=case.key_padding_mask,
+                    average_weights=average, impl=impl, **case.options,
+                )  # fmt: skip
+
+            assert torch.autograd.gradcheck(weigh, tuple(inputs.values()), fast_mode=True)
+            assert torch.autograd.gradgradcheck(weigh, tuple(inputs.values()), fast_mode=True)
+
+
+def test_weights_hold_no_square_per_head(impl):
+    """Averaged weights of many heads: nothing as large as all heads' weights is allocated (kernel only)."""
+    if impl == "cpu":
+        q, k = torch.randn(1, 64, 128, 8, requires_grad=True), torch.randn(1, 64, 128, 8)
+        sizes = []
+
+        class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+                result = op(*args, **(kwargs or {}))
+                sizes.extend(
+                    t.numel() for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)
+                )
+                return result
+
+        with Watch():
+            out, _ = attention_with_weights(q, k, k, dropout_p=0.1)
+            out.sum().backward()
+        assert max(sizes) < 64 * 128 * 128
+
+
+@pytest.mark.parametrize("shape", ((9, 8), (4, 9, 8), (3, 2, 4, 9, 8)))
+def test_weights_in_the_leading_dimensions_of_the_caller(impl, shape):
+    x = torch.randn(shape)
+    batch = shape[:-3]
+    for average, expected in ((True, (*batch, 9, 9)), (False, (*shape[:-2], 9, 9))):
+        out, weights = attention_with_weights(x, x, x, average_weights=average, impl=impl)
+        assert out.shape == shape and weights.shape == expected
+        torch.testing.assert_close(weights.sum(-1), torch.ones(expected[:-1]))
+
+
+# The choice
+
+
+def test_explain():
+    require("cpu")
+    q = torch.randn(1, 2, 8, 4)
+    found = fastattn.explain(attend, q, q, q, is_causal=True)
+    assert found.impl == "cpu" and set(found.reasons) == {"triton", "cuda", "torch", "reference"}
+    assert "is_causal" in found.reasons["torch"] and "preferred" in found.reasons["reference"]
+    assert str(found).startswith("scaled_dot_product_attention runs on: cpu\n")
+    asked = fastattn.explain(attend, q, q, q, impl="reference")
+    assert asked.impl == "reference" and "asked for" in asked.reasons["cpu"]
+    elsewhere = [t.to("meta") for t in (q, q, q)]
+    assert "meta" in fastattn.explain(attend, *elsewhere).reasons["cpu"]
+    with pytest.raises(NotImplementedError, match="no cuda kernel"):
+        fastattn.explain(attend, q, q, q, impl="cuda")
+    with pytest.raises(RuntimeError, match="head dim"):
+        fastattn.explain(attend, q, q[..., :3], q)
+    with pytest.raises(TypeError, match="operator"):
+        fastattn.explain(F.softmax, q)
+
+
+def test_inputs_are_never_written_to(impl):
+    case = make_case(2, 4, 2, 19, 21, 8, mask="float", padding=True, alibi="h", sinks=True, dropout_p=0.1)
+    names = (*INPUTS, "key_padding_mask", "grad_out", "grad_lse")
+    before = {n: getattr(case, n).clone() for n in names}
+    call(case, impl)
+    for name in names:
+        assert torch.equal(getattr(case, name), before[name]), name
