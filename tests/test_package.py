@@ -408,6 +408,28 @@ except (RuntimeError, MemoryError) as error:
     assert run_python("-c", code).stdout.strip() == "refused"
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_memory_that_a_kernel_cannot_have_is_a_memory_error(threads, run_python):
+    code = f"""
+import resource, torch, fastattn
+torch.set_num_threads({threads})
+def call(length, head_dim):
+    q = torch.ones(1, 4, length, head_dim)
+    limit = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (1 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, -1))
+    try:
+        torch.ops.fastattn.attention_forward(q, q, q[..., :1], *[None] * 5, 1.0, 0.0, -1, -1, False, 0.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+try:
+    call(128, 20000)
+except MemoryError:
+    print("refused")
+call(4, 4)
+"""
+    assert run_python("-c", code).stdout.strip() == "refused"
+
+
 # ---- documentation
 
 
