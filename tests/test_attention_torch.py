@@ -336,7 +336,8 @@ def test_operator_refuses_what_would_read_outside():
     forward()
     for wrong in (
         {"q": q[0]}, {"k": k[..., :2]}, {"v": v[:, :, :5]}, {"k": k[:, :1]}, {"v": v.float()},
-        {"q": normal(1, 3, 5, 3)}, {"mask": normal(1, 2, 5, 7)}, {"mask": normal(5, 6)}, {"mask": torch.ones(1, 1, 1, 1).long()},
+        {"q": normal(1, 3, 5, 3)}, {"mask": normal(1, 2, 5, 7)}, {"mask": normal(5, 6)},
+        {"mask": torch.ones(1, 1, 1, 1).long()},
         {"padding": torch.ones(1, 7).bool()}, {"padding": torch.ones(1, 6)}, {"slopes": torch.ones(2)},
         {"slopes": normal(3)}, {"sinks": normal(3)}, {"options": (1.0, 0.0, -1, -1, False, 0.5)},
         {"options": (1.0, 0.0, -5, -1, False, 0.0)}, {"options": (1.0, 0.0, -1, -1, False, 1.5)},

@@ -94,7 +94,7 @@ def _masked_scores(
     if alibi_slopes is not None:
         i = torch.arange(L, device=query.device).view(L, 1) + (S - L if lower_right else 0)
         distance = (i - torch.arange(S, device=query.device)).abs().to(compute)
-        score = score - alibi_slopes.to(compute).view(-1, H, 1, 1) * distance
+        score = score - alibi_slopes.to(compute)[..., None, None] * distance
     return torch.where(visible, score, -torch.inf), visible
 
 
