@@ -532,6 +532,14 @@ struct Attention {
     }
   }
 
+  // A mask value in log2 units. Only -inf hides: the most negative finite values must not become it.
+  static FASTATTN_INLINE V to_log2(V mask) {
+    constexpr A kLargest = sizeof(A) == 8 ? A(0x1p1023) : A(0x1p127);
+    V scaled = mask * A(kLog2e);
+    scaled = (mask < -kLargest) & (mask != -kInf) ? V{} - kLargest : scaled;
+    return scaled;
+  }
+
   // Fills bias[key - begin][kTile] with the mask in log2 units (-inf = hidden). Returns bit 0: something is visible,
   // bit 1: something is hidden or biased.
   template <class M>
@@ -540,13 +548,13 @@ struct Attention {
     const View& mask = p.mask;
     const M* data = static_cast<const M*>(mask.data);
     const int64_t keys = end - begin;
-    constexpr A kUnit = kSame<M, uint8_t> ? A(1) : A(kLog2e);
+    auto units = [](V m) { return kSame<M, uint8_t> ? m : to_log2(m); };
     if (!data) {
       for (int64_t x = 0; x < keys * kTile; x += N) store(bias + x, V{});
     } else if (mask.stride[2] == 0 && (!q.flat || mask.stride[1] == 0)) {
       const M* row = data + offset(mask, tile.b, tile.head[0], 0, begin);
       for (int64_t j = 0; j < keys; ++j) {
-        V value = V{} + load_mask<M>(row + j * mask.stride[3], 1, 1)[0] * kUnit;
+        V value = V{} + units(load_mask<M>(row + j * mask.stride[3], 1, 1))[0];
 #pragma GCC unroll 4
         for (int v = 0; v < NV; ++v) store(bias + j * kTile + v * N, value);
       }
@@ -558,7 +566,7 @@ struct Attention {
           row[r] = data + offset(mask, tile.b, tile.head[v * N + r], tile.row[v * N + r], begin);
         for (int64_t j = 0; j < keys; j += N) {
           V block[N];
-          for (int r = 0; r < N; ++r) block[r] = load_mask<M>(row[r] + j * mask.stride[3], mask.stride[3], keys - j) * kUnit;
+          for (int r = 0; r < N; ++r) block[r] = units(load_mask<M>(row[r] + j * mask.stride[3], mask.stride[3], keys - j));
           transpose<A>(block);
           for (int i = 0; i < N && j + i < keys; ++i) store(bias + (j + i) * kTile + v * N, block[i]);
         }
@@ -971,9 +979,314 @@ struct Attention {
     return max(1, min(64 / max(tiles, 1), keys / 512));
   }
 
+  // --- few query rows -----------------------------------------------------------------------------------------------
+  //
+  // Decoding reads every key and value once for a handful of query rows, so the lanes of a tile would stay empty.
+  // Here lanes are columns in the products and keys in the softmax, and the rows of a group share each row loaded.
+
+  static constexpr int64_t kFewRows = 8;
+  static constexpr int64_t kAhead = 16;  // rows to prefetch ahead: each is read once, from memory
+  static bool has_few_rows(const Problem& q) { return q.group * q.p.L <= kFewRows && !q.has_dropout(); }
+
+  struct Few {
+    Tile tile;
+    A reference[kFewRows], sum[kFewRows];
+    int64_t columns, columns_v;  // D and Dv as padded
+    A *query, *out;              // [rows][columns], [rows][columns_v]
+    A* scores;                   // [rows][kBlock]
+    A *key, *value;              // rows that cannot be read as they lie, converted
+  };
+  static int64_t few_size(const Problem& q) { return 2 + round_up(q.p.Dv, N); }  // of one row's partial result
+
+  static void take_few(const Problem& q, int64_t b, int64_t hk, Arena& arena, Few& f) {
+    make_tile(q, b, hk, 0, f.tile);
+    f.columns = round_up(q.p.D, N);
+    f.columns_v = round_up(q.p.Dv, N);
+    f.query = arena.take<A>(f.tile.count * f.columns);
+    f.out = arena.take_zero<A>(f.tile.count * f.columns_v);
+    f.scores = arena.take<A>(f.tile.count * kBlock);
+    f.key = arena.take<A>(kBlock * f.columns);
+    f.value = arena.take<A>(kBlock * f.columns_v);
+    const View& view = q.p.query;
+    for (int r = 0; r < f.tile.count; ++r) {
+      const T* row = static_cast<const T*>(view.data) + offset(view, b, f.tile.head[r], f.tile.row[r]);
+      for (int64_t d = 0; d < f.columns; d += N)
+        store(f.query + r * f.columns + d,
+              f.tile.seen[r] ? load_row<A>(row + d * view.stride[3], view.stride[3], q.p.D - d) : V{});
+    }
+  }
+
+  // Calls f(rows, stride) with keys [begin, end) of one head as rows `padded` long, where they lie or converted.
+  template <class F>
+  static FASTATTN_INLINE void with_rows(const Problem& q, const View& view, int64_t columns, int64_t b, int64_t hk,
+                                        int64_t begin, int64_t end, int64_t padded, A* scratch, F&& f) {
+    const T* rows[kBlock];
+    const bool null = key_rows(q, view, columns, b, hk, begin, end, rows);
+    if (!null && view.stride[3] == 1 && columns == padded) return f(rows[0], view.stride[2]);
+    for (int64_t j = 0; j < end - begin; ++j)
+      for (int64_t d = 0; d < padded; d += N)
+        store(scratch + j * padded + d,
+              rows[j] ? load_row<A>(rows[j] + d * view.stride[3], view.stride[3], columns - d) : V{});
+    f(static_cast<const A*>(scratch), padded);
+  }
+
+  // Sums the lanes of N vectors: lane i of the result is the sum of rows[i].
+  template <int kStep>
+  static FASTATTN_INLINE V reduce_rows(V (&rows)[N]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kStep; ++i) {
+      exchange<kStep>(rows[i], rows[i + kStep], std::make_integer_sequence<int, N>{});
+      rows[i] += rows[i + kStep];
+    }
+    if constexpr (kStep > 1)
+      return reduce_rows<kStep / 2>(rows);
+    else
+      return rows[0];
+  }
+
+  template <class M>
+  static FASTATTN_INLINE V mask_row(const AttentionParams& p, const Tile& tile, int r, int64_t key, int64_t count) {
+    const View& mask = p.mask;
+    const M* row = static_cast<const M*>(mask.data) + offset(mask, tile.b, tile.head[r], tile.row[r], key);
+    return load_mask<M>(row, mask.stride[3], count);
+  }
+  // What hides or biases keys [key, key + N) from row r, in log2 units.
+  static FASTATTN_INLINE V mask_row(const Problem& q, const Tile& tile, int r, int64_t key, int64_t count) {
+    const AttentionParams& p = q.p;
+    V bias{};
+    if (p.mask.data) {
+      if (p.mask.dtype == DType::boolean)
+        bias = mask_row<uint8_t>(p, tile, r, key, count);
+      else if (p.mask.dtype == DType::f32)
+        bias = to_log2(mask_row<float>(p, tile, r, key, count));
+      else
+        bias = to_log2(mask_row<T>(p, tile, r, key, count));
+    }
+    if (p.key_padding.data) {
+      V shown = load_mask<uint8_t>(static_cast<const uint8_t*>(p.key_padding.data) + offset(p.key_padding, tile.b, key),
+                                   p.key_padding.stride[1], count);
+      bias = shown == -kInf ? shown : bias;
+    }
+    return bias;
+  }
+
+  // scores[R rows][keys] = query . key: R rows and N / R keys at a time, so that their N sums are reduced together.
+  template <int R, class Row>
+  static void few_products(const A* query, int64_t columns, const Row* key, int64_t stride, int64_t keys, A* scores) {
+    constexpr int K = N / R;
+    for (int64_t j = 0; j < keys; j += K) {
+      const Row* row[K];
+      for (int k = 0; k < K; ++k) row[k] = key + min(j + k, keys - 1) * stride;
+      V acc[N];
+#pragma GCC unroll 16
+      for (int i = 0; i < N; ++i) acc[i] = V{};
+      for (int64_t d = 0; d < columns; d += N) {
+        V x[R];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) x[r] = load(query + r * columns + d);
+#pragma GCC unroll 16
+        for (int k = 0; k < K; ++k) {
+          V y = load_wide(row[k] + d);
+          __builtin_prefetch(row[k] + kAhead * stride + d);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r) acc[r * K + k] += x[r] * y;
+        }
+      }
+      const V sums = reduce_rows<N / 2>(acc);
+      for (int r = 0; r < R; ++r) std::memcpy(scores + r * kBlock + j, reinterpret_cast<const A*>(&sums) + r * K, K * sizeof(A));
+    }
+  }
+  template <class Row>
+  static void few_products(const Few& f, const Row* key, int64_t stride, int64_t keys) {
+    int r = 0;
+    const int rows = f.tile.count;
+    if constexpr (N >= 4)
+      for (; r + 4 <= rows; r += 4)
+        few_products<4>(f.query + r * f.columns, f.columns, key, stride, keys, f.scores + r * kBlock);
+    for (; r + 2 <= rows; r += 2)
+      few_products<2>(f.query + r * f.columns, f.columns, key, stride, keys, f.scores + r * kBlock);
+    if (r < rows) few_products<1>(f.query + r * f.columns, f.columns, key, stride, keys, f.scores + r * kBlock);
+  }
+
+  // From q.k to log2 units with hidden scores, and those behind the last key, at -inf.
+  static void few_transform(const Problem& q, Few& f, int64_t begin, int64_t keys) {
+    const AttentionParams& p = q.p;
+    using VI = Vec<Int<A>>;
+    VI lane;
+    for (int i = 0; i < N; ++i) lane[i] = i;
+    for (int r = 0; r < f.tile.count; ++r)
+      for (int64_t j = 0; j < keys; j += N) {
+        V s = load(f.scores + r * kBlock + j) * A(p.scale);
+        if (p.softcap > 0) s = tanh(s * A(1 / p.softcap)) * A(p.softcap);
+        s *= A(kLog2e);
+        VI position = lane + Int<A>(begin + j);
+        if (p.alibi.data) {
+          V distance = f.tile.diagonal[r] - __builtin_convertvector(position, V);
+          s -= (distance < 0 ? -distance : distance) * (f.tile.slope[r] * A(kLog2e));
+        }
+        if (q.masked) {
+          V bias = mask_row(q, f.tile, r, begin + j, keys - j);
+          s = bias == -kInf ? bias : s + bias;
+        }
+        VI shown = (position >= f.tile.lo[r]) & (position < f.tile.hi[r]) & (position < Int<A>(begin + keys));
+        store(f.scores + r * kBlock + j, shown ? s : V{} - kInf);
+      }
+  }
+
+  // out[rows][columns_v] += weights[rows][keys] value[keys][columns_v], R rows and C vectors at a time.
+  template <int R, int C, class Row>
+  static FASTATTN_INLINE void few_values(const A* weights, const Row* value, int64_t stride, int64_t keys, A* out,
+                                         int64_t out_stride) {
+    V acc[R][C];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) acc[r][c] = load(out + r * out_stride + c * N);
+    for (int64_t j = 0; j < keys; ++j) {
+      V x[C];
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) {
+        x[c] = load_wide(value + j * stride + c * N);
+        __builtin_prefetch(value + (j + kAhead) * stride + c * N);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c) acc[r][c] += weights[r * kBlock + j] * x[c];
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) store(out + r * out_stride + c * N, acc[r][c]);
+  }
+  template <int R, class Row>
+  static void few_values(const Few& f, int first, const Row* value, int64_t stride, int64_t keys) {
+    const A* weights = f.scores + first * kBlock;
+    A* out = f.out + first * f.columns_v;
+    int64_t d = 0;
+    for (; d + 4 * N <= f.columns_v; d += 4 * N)
+      few_values<R, 4>(weights, value + d, stride, keys, out + d, f.columns_v);
+    for (; d + 2 * N <= f.columns_v; d += 2 * N)
+      few_values<R, 2>(weights, value + d, stride, keys, out + d, f.columns_v);
+    if (d < f.columns_v) few_values<R, 1>(weights, value + d, stride, keys, out + d, f.columns_v);
+  }
+
+  static void few_block(const Problem& q, Few& f, int64_t hk, int64_t begin, int64_t end) {
+    const int64_t keys = end - begin;
+    with_rows(q, q.p.key, q.p.D, f.tile.b, hk, begin, end, f.columns, f.key,
+              [&](auto* key, int64_t stride) { few_products(f, key, stride, keys); });
+    few_transform(q, f, begin, keys);
+    for (int r = 0; r < f.tile.count; ++r) {
+      A* row = f.scores + r * kBlock;
+      V top = V{} - kInf;
+      for (int64_t j = 0; j < keys; j += N) top = maximum(top, load(row + j));
+      A highest = top[0];
+      for (int i = 1; i < N; ++i) highest = top[i] > highest || top[i] != top[i] ? top[i] : highest;
+      V reference = maximum(V{} + f.reference[r], ceil(V{} + highest));
+      if (reference[0] != f.reference[r]) {
+        V alpha = exp2<>(V{} + f.reference[r] - finite_or_zero(reference));
+        f.sum[r] *= alpha[0];
+        for (int64_t d = 0; d < f.columns_v; d += N)
+          store(f.out + r * f.columns_v + d, load(f.out + r * f.columns_v + d) * alpha);
+        f.reference[r] = reference[0];
+      }
+      const V shift = finite_or_zero(reference);
+      V sum{};
+      for (int64_t j = 0; j < keys; j += N) {
+        V weight = exp2<>(load(row + j) - shift);
+        sum += weight;
+        store(row + j, weight);
+      }
+      f.sum[r] += reduce_add<A>(sum);
+    }
+    with_rows(q, q.p.value, q.p.Dv, f.tile.b, hk, begin, end, f.columns_v, f.value, [&](auto* value, int64_t stride) {
+      int r = 0;
+      for (; r + 4 <= f.tile.count; r += 4) few_values<4>(f, r, value, stride, keys);
+      switch (f.tile.count - r) {
+        case 3: few_values<3>(f, r, value, stride, keys); break;
+        case 2: few_values<2>(f, r, value, stride, keys); break;
+        case 1: few_values<1>(f, r, value, stride, keys); break;
+        default: break;
+      }
+    });
+  }
+
+  static void finish_few(const Problem& q, const Few& f) {
+    const AttentionParams& p = q.p;
+    for (int r = 0; r < f.tile.count; ++r) {
+      const A inverse = f.tile.seen[r] ? A(1) / f.sum[r] : A(0);
+      T* out = static_cast<T*>(p.out.data) + offset(p.out, f.tile.b, f.tile.head[r], f.tile.row[r]);
+      for (int64_t d = 0; d < p.Dv; d += N)
+        store_row<A>(out + d, 1, p.Dv - d, f.tile.seen[r] ? load(f.out + r * f.columns_v + d) * inverse : V{});
+      V level = (f.reference[r] + log2<A>(V{} + f.sum[r])) * A(kLn2);
+      static_cast<A*>(p.lse.data)[(f.tile.b * p.H + f.tile.head[r]) * p.L + f.tile.row[r]] =
+          f.sum[r] == 0 ? -kInf : level[0];
+    }
+  }
+
+  static void forward_few(const Problem& q, const Parallel& parallel) {
+    const AttentionParams& p = q.p;
+    const int64_t heads = p.B * p.Hkv, rows = q.group * p.L, size = few_size(q);
+    const int64_t keys = max(q.key_end - q.key_begin, 0);
+    // A function of the shape alone, so that results do not depend on the number of threads.
+    const int64_t splits = max(1, min(128 / heads, keys / 512));
+    const int64_t per_split = round_up((keys + splits - 1) / splits, kBlock);
+    A* partial = splits > 1 ? static_cast<A*>(std::malloc(size_t(heads * splits * rows * size) * sizeof(A))) : nullptr;
+    if (splits > 1 && !partial) throw std::bad_alloc();
+    for_each_task(parallel, heads * splits, [&](int64_t task, int) {
+      Arena& arena = thread_arena();
+      Arena::Scope scope(arena);
+      const int64_t split = task % splits, head = task / splits, b = head / p.Hkv, hk = head % p.Hkv;
+      Few& f = *arena.take<Few>(1);
+      take_few(q, b, hk, arena, f);
+      for (int r = 0; r < rows; ++r) {
+        const A level = p.sinks.data && split == 0 ? sink(p, f.tile.head[r]) : -kInf;
+        V reference = ceil(V{} + level);
+        f.reference[r] = reference[0];
+        f.sum[r] = exp2<>(level - finite_or_zero(reference))[0];
+      }
+      const int64_t first = max(f.tile.lo_min, q.key_begin + split * per_split);
+      const int64_t last = min(f.tile.hi_max, splits > 1 ? q.key_begin + (split + 1) * per_split : p.S);
+      for (int64_t begin = first; begin < last; begin += kBlock)
+        few_block(q, f, hk, begin, min(begin + kBlock, last));
+      if (splits == 1) return finish_few(q, f);
+      for (int r = 0; r < rows; ++r) {
+        A* to = partial + ((head * splits + split) * rows + r) * size;
+        to[0] = f.reference[r];
+        to[1] = f.sum[r];
+        std::memcpy(to + 2, f.out + r * f.columns_v, size_t(f.columns_v) * sizeof(A));
+      }
+    });
+    if (splits == 1) return;
+    for_each_task(parallel, heads, [&](int64_t head, int) {  // merge in order of the splits
+      Arena& arena = thread_arena();
+      Arena::Scope scope(arena);
+      Few& f = *arena.take<Few>(1);
+      take_few(q, head / p.Hkv, head % p.Hkv, arena, f);
+      for (int r = 0; r < rows; ++r) {
+        V top = V{} - kInf;
+        const A* from = partial + (head * splits * rows + r) * size;
+        for (int64_t s = 0; s < splits; ++s) top = maximum(top, V{} + from[s * rows * size]);
+        f.reference[r] = top[0];
+        f.sum[r] = 0;
+        for (int64_t s = 0; s < splits; ++s, from += rows * size) {
+          const V alpha = exp2<>(from[0] - finite_or_zero(top));
+          f.sum[r] += from[1] * alpha[0];
+          for (int64_t d = 0; d < f.columns_v; d += N) {
+            A* at = f.out + r * f.columns_v + d;
+            store(at, load(at) + load(from + 2 + d) * alpha);
+          }
+        }
+      }
+      finish_few(q, f);
+    });
+    std::free(partial);
+  }
+
   static void forward(const AttentionParams& p, const Parallel& parallel) {
     if (p.B * p.H * p.L == 0) return;
     Problem q(p);
+    if (has_few_rows(q)) return forward_few(q, parallel);
     const int64_t splits = key_splits(q);
     const int64_t per_task = splits > 1 ? 1 : tiles_per_task(q, parallel.threads, q.depth + q.p.Dv);
     const int64_t rows_v = round_up(p.Dv, Format::kRows);

@@ -321,9 +321,19 @@ FASTATTN_INLINE void round_store(f16* p, Vec<float> v) {
 FASTATTN_INLINE Vec<float> load_wide(const float* p) { return load(p); }
 FASTATTN_INLINE Vec<double> load_wide(const double* p) { return load(p); }
 FASTATTN_INLINE Vec<float> load_wide(const bf16* p) {
+#if defined(__AVX512F__)
+  __m256i h;
+  __builtin_memcpy(&h, p, sizeof h);
+  return (Vec<float>)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
+#elif defined(__AVX2__)
+  __m128i h;
+  __builtin_memcpy(&h, p, sizeof h);
+  return (Vec<float>)_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16);
+#else
   Half16 h;
   __builtin_memcpy(&h, p, sizeof h);
   return bit_cast<Vec<float>>(__builtin_convertvector(h, Vec<uint32_t>) << 16);
+#endif
 }
 FASTATTN_INLINE Vec<float> load_wide(const f16* p) {
 #if defined(__AVX512F__)
