@@ -395,13 +395,15 @@ struct Attention {
     Operand key, value;      // [keys, D], [keys, Dv]
     Operand key_t, value_t;  // [D, keys], [Dv, keys]
   };
+  enum class Use { scores, forward, backward };  // which operands of a block are wanted
   struct KeyScratch {
     E *key, *value, *key_t, *value_t;
-    void take(Arena& arena, const Problem& q, bool backward) {
+    void take(Arena& arena, const Problem& q, Use use) {
+      const bool value_used = use == Use::backward || (use == Use::forward && !kPairs);
       key = arena.take<E>(kBlock * q.depth);
-      value = arena.take<E>(kBlock * (kPairs && !backward ? 1 : q.depth_v));
-      key_t = kPairs && backward ? arena.take<E>(kBlock * round_up(q.p.D, Format::kRows)) : nullptr;
-      value_t = kPairs && !backward ? arena.take<E>(kBlock * round_up(q.p.Dv, Format::kRows)) : nullptr;
+      value = value_used ? arena.take<E>(kBlock * q.depth_v) : nullptr;
+      key_t = kPairs && use == Use::backward ? arena.take<E>(kBlock * round_up(q.p.D, Format::kRows)) : nullptr;
+      value_t = kPairs && use == Use::forward ? arena.take<E>(kBlock * round_up(q.p.Dv, Format::kRows)) : nullptr;
     }
   };
 
@@ -490,20 +492,21 @@ struct Attention {
     }
   }
 
-  static KeyBlock make_block(const Problem& q, int64_t b, int64_t hk, int64_t begin, int64_t end, bool backward,
+  static KeyBlock make_block(const Problem& q, int64_t b, int64_t hk, int64_t begin, int64_t end, Use use,
                              const KeyScratch& scratch) {
     const AttentionParams& p = q.p;
     const T* rows[kBlock];
-    KeyBlock block;
-    block.begin = begin;
-    block.end = end;
-    int64_t count = end - begin;
+    const int64_t count = end - begin;
+    KeyBlock block{begin, end, {}, {}, {}, {}};
     bool null = key_rows(q, p.key, p.D, b, hk, begin, end, rows);
-    block.key = straight(p.key, static_cast<const T*>(p.key.data) + offset(p.key, b, hk, begin), p.D, q.depth, rows, count, null, scratch.key);
-    if (backward) block.key_t = sideways(p.key, p.D, rows, count, block.key, scratch.key_t);
+    const T* first = static_cast<const T*>(p.key.data) + offset(p.key, b, hk, begin);
+    block.key = straight(p.key, first, p.D, q.depth, rows, count, null, scratch.key);
+    if (use == Use::backward) block.key_t = sideways(p.key, p.D, rows, count, block.key, scratch.key_t);
+    if (use == Use::scores) return block;
     null = key_rows(q, p.value, p.Dv, b, hk, begin, end, rows);
-    if (!kPairs || backward) block.value = straight(p.value, static_cast<const T*>(p.value.data) + offset(p.value, b, hk, begin), p.Dv, q.depth_v, rows, count, null, scratch.value);
-    if (!kPairs || !backward) block.value_t = sideways(p.value, p.Dv, rows, count, block.value, scratch.value_t);
+    first = static_cast<const T*>(p.value.data) + offset(p.value, b, hk, begin);
+    if (scratch.value) block.value = straight(p.value, first, p.Dv, q.depth_v, rows, count, null, scratch.value);
+    if (use == Use::forward) block.value_t = sideways(p.value, p.Dv, rows, count, block.value, scratch.value_t);
     return block;
   }
 
@@ -532,9 +535,9 @@ struct Attention {
     }
   }
 
+  static constexpr A kLargest = sizeof(A) == 8 ? A(0x1p1023) : A(0x1p127);
   // A mask value in log2 units. Only -inf hides: the most negative finite values must not become it.
   static FASTATTN_INLINE V to_log2(V mask) {
-    constexpr A kLargest = sizeof(A) == 8 ? A(0x1p1023) : A(0x1p127);
     V scaled = mask * A(kLog2e);
     scaled = (mask < -kLargest) & (mask != -kInf) ? V{} - kLargest : scaled;
     return scaled;
@@ -859,6 +862,15 @@ struct Attention {
     set_coarse(state);
   }
 
+  // ln(2) (reference + log2(sum)). A mask value too large for log2 units has been cut off at kLargest; its log-sum-exp
+  // is the most negative finite number.
+  static FASTATTN_INLINE V natural_lse(V reference, V sum) {
+    constexpr A kLowest = sizeof(A) == 8 ? A(-__DBL_MAX__) : A(-__FLT_MAX__);
+    V lse = (reference + log2<A>(sum)) * A(kLn2);
+    lse = (reference <= -kLargest) & (reference != -kInf) ? V{} + kLowest : lse;
+    return sum == 0 ? V{} - kInf : lse;
+  }
+
   // Writes the rows of a finished tile: out = out^T / sum, lse = ln(2) (reference + log2(sum)).
   static void finish_tile(const Problem& q, const Tile& tile, State& state) {
     const AttentionParams& p = q.p;
@@ -886,8 +898,7 @@ struct Attention {
     A* lse = static_cast<A*>(p.lse.data);
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) {
-      V level = (state.reference[v] + log2<A>(state.sum[v])) * A(kLn2);
-      level = state.sum[v] == 0 ? V{} - kInf : level;
+      const V level = natural_lse(state.reference[v], state.sum[v]);
       for (int i = 0; i < N && v * N + i < tile.count; ++i)
         lse[(tile.b * p.H + tile.head[v * N + i]) * p.L + tile.row[v * N + i]] = level[i];
     }
@@ -1218,9 +1229,8 @@ struct Attention {
       T* out = static_cast<T*>(p.out.data) + offset(p.out, f.tile.b, f.tile.head[r], f.tile.row[r]);
       for (int64_t d = 0; d < p.Dv; d += N)
         store_row<A>(out + d, 1, p.Dv - d, f.tile.seen[r] ? load(f.out + r * f.columns_v + d) * inverse : V{});
-      V level = (f.reference[r] + log2<A>(V{} + f.sum[r])) * A(kLn2);
       static_cast<A*>(p.lse.data)[(f.tile.b * p.H + f.tile.head[r]) * p.L + f.tile.row[r]] =
-          f.sum[r] == 0 ? -kInf : level[0];
+          natural_lse(V{} + f.reference[r], V{} + f.sum[r])[0];
     }
   }
 
@@ -1313,7 +1323,7 @@ struct Attention {
       E* panels = arena.take<E>(count * q.depth * kTile);
       Pipeline pipeline(q, arena);
       KeyScratch scratch;
-      scratch.take(arena, q, false);
+      scratch.take(arena, q, Use::forward);
       int64_t key_begin = p.S, key_end = 0;
       for (int64_t t = 0; t < count; ++t) {
         make_tile(q, b, hk, first + t, tiles[t]);
@@ -1328,7 +1338,7 @@ struct Attention {
         key_end = min(key_end, round_down(q.key_begin, kBlock) + (split + 1) * per_split);
       }
       for (int64_t begin = round_down(key_begin, kBlock); begin < key_end; begin += kBlock) {
-        KeyBlock block = make_block(q, b, hk, begin, min(begin + kBlock, p.S), false, scratch);
+        KeyBlock block = make_block(q, b, hk, begin, min(begin + kBlock, p.S), Use::forward, scratch);
         pipeline.run(q, tiles, states, panels, count, block);
       }
       if (splits == 1) {
@@ -1372,13 +1382,49 @@ struct Attention {
     std::free(partial);
   }
 
+  // What turns scores back into weights: 2^(score - reference - log_sum). The log-sum-exp alone says it (reference 0),
+  // except where it is so large that its last bit is not small: a row that is finfo.min everywhere has equal weights,
+  // but its log-sum-exp cannot hold the logarithm of their number. Such rows are summed once more.
+  struct Level {
+    V reference[NV], log_sum[NV];
+  };
+  static void find_level(const Problem& q, const Tile& tile, const E* query_panel, Arena& arena,
+                         const KeyScratch& key_scratch, Scores& s, Level& level) {
+    const A* lse = static_cast<const A*>(q.p.lse.data);
+    bool large = false;
+    for (int r = 0; r < kTile; ++r) {
+      A value = kInf;  // rows that see nothing: their weights are 0
+      if (tile.seen[r]) value = lse[(tile.b * q.p.H + tile.head[r]) * q.p.L + tile.row[r]] * A(kLog2e);
+      // Nor may the change of units make a finite log-sum-exp infinite.
+      if (tile.seen[r]) large |= value - value != 0 || value > A(1 << 20) || value < -A(1 << 20);
+      level.reference[r / N][r % N] = 0;
+      level.log_sum[r / N][r % N] = value;
+    }
+    if (!large) return;
+    State state;
+    state.out = arena.take_zero<A>(round_up(q.p.Dv, Format::kRows) * kTile);
+    E* weights = kPairs ? arena.take<E>(kBlock * kTile) : nullptr;
+    start_state(q, tile, true, state);
+    for (int64_t begin = round_down(tile.lo_min, kBlock); begin < tile.hi_max; begin += kBlock) {
+      KeyBlock block = make_block(q, tile.b, tile.head[0] / q.group, begin, min(begin + kBlock, q.p.S), Use::scores, key_scratch);
+      if (score_tile(q, tile, query_panel, block, s, nullptr)) weigh_again(q, tile, s, weights, state);
+    }
+    for (int v = 0; v < NV; ++v) {
+      level.reference[v] = finite_or_zero(state.reference[v]);
+      V log_sum = log2<A>(state.sum[v]);
+      log_sum = state.sum[v] == 0 ? V{} - kInf : log_sum;
+      level.log_sum[v] = level.log_sum[v] == kInf ? level.log_sum[v] : log_sum;
+    }
+  }
+
   // --- backward -----------------------------------------------------------------------------------------------------
   //
   // With P = exp(score - lse), dP = dO V^T and delta = rowsum(dO * O) - dlse, the gradient of a (masked, biased) score
   // is dS = P * (dP - delta). Everything else is a product with P or dS.
 
   struct GradTile {
-    V delta[NV], lse[NV];  // lse in log2 units; +inf on rows that see nothing, so that their P is 0
+    V delta[NV];
+    Level level;
     V alibi[NV];           // sum of dS * distance per row
     E *query_t, *query, *grad_out_t, *grad_out;
     A* grad_query_t;       // [D][kTile]
@@ -1407,17 +1453,17 @@ struct Attention {
     g.grad_out = arena.take<E>(kTile * scratch.columns_v);
     g.grad_query_t = arena.take<A>(round_up(q.p.D, Format::kRows) * kTile);
   }
-  static void prepare(const Problem& q, const AttentionGradParams& p, const Tile& tile, const GradScratch& scratch,
-                      GradTile& g) {
+  static void prepare(const Problem& q, const AttentionGradParams& p, const Tile& tile, GradScratch& scratch,
+                      const KeyScratch& key_scratch, Arena& arena, GradTile& g) {
     pack_transposed(tile, p.query, p.D, q.depth, g.query_t);
     pack_transposed(tile, p.grad_out, p.Dv, q.depth_v, g.grad_out_t);
     pack_rows(tile, p.query, p.D, scratch.columns, g.query);
     pack_rows(tile, p.grad_out, p.Dv, scratch.columns_v, g.grad_out);
     std::memset(static_cast<void*>(g.grad_query_t), 0, size_t(round_up(p.D, Format::kRows) * kTile) * sizeof(A));
-    const A* lse = static_cast<const A*>(p.lse.data);
+    find_level(q, tile, g.query_t, arena, key_scratch, scratch.scores, g.level);
     const A* grad_lse = static_cast<const A*>(p.grad_lse.data);
     for (int r = 0; r < kTile; ++r) {
-      A delta = 0, level = kInf;
+      A delta = 0;
       const int64_t h = tile.head[r], i = tile.row[r];
       if (r < tile.count) {
         if (tile.seen[r]) {
@@ -1427,12 +1473,10 @@ struct Attention {
           for (int64_t d = 0; d < p.Dv; d += N)
             sum += load_row<A>(out + d, 1, p.Dv - d) * load_row<A>(grad + d * p.grad_out.stride[3], p.grad_out.stride[3], p.Dv - d);
           delta = reduce_add<A>(sum);
-          level = lse[(tile.b * p.H + h) * p.L + i] * A(kLog2e);
         }
         if (grad_lse) delta -= grad_lse[offset(p.grad_lse, tile.b, h, i)];
       }
       g.delta[r / N][r % N] = delta;
-      g.lse[r / N][r % N] = level;
     }
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) g.alibi[v] = V{};
@@ -1455,7 +1499,7 @@ struct Attention {
       for (int v = 0; v < NV; ++v) {
         const int64_t x = at + j * kTile + v * N, key = block.begin + span.begin + j;
         V s = load(scores + x);
-        V p = exp2<>(s * factor - g.lse[v]);
+        V p = exp2<>(s * factor - g.level.reference[v] - g.level.log_sum[v]);
         V dp = load(scratch.grad_weights + x);
         V kept = p;
         if (dropout) {
@@ -1655,7 +1699,7 @@ struct Attention {
     GradScratch scratch;
     scratch.take(arena, q);
     KeyScratch key_scratch;
-    key_scratch.take(arena, q, true);
+    key_scratch.take(arena, q, Use::backward);
     const int64_t span_keys = round_up(chunk_end - chunk_begin, kBlock);
     A* grad_key = arena.take_zero<A>(span_keys * scratch.columns);
     A* grad_value = arena.take_zero<A>(span_keys * scratch.columns_v);
@@ -1670,14 +1714,14 @@ struct Attention {
       int64_t key_begin = p.S, key_end = 0;
       for (int64_t t = 0; t < count; ++t) {
         make_tile(q, b, hk, first + t, tiles[t]);
-        prepare(q, p, tiles[t], scratch, grads[t]);
+        prepare(q, p, tiles[t], scratch, key_scratch, arena, grads[t]);
         key_begin = min(key_begin, tiles[t].lo_min);
         key_end = max(key_end, tiles[t].hi_max);
       }
       key_begin = max(key_begin, chunk_begin);
       key_end = min(key_end, chunk_end);
       for (int64_t begin = round_down(key_begin, kBlock); begin < key_end; begin += kBlock) {
-        KeyBlock block = make_block(q, b, hk, begin, min(begin + kBlock, p.S), true, key_scratch);
+        KeyBlock block = make_block(q, b, hk, begin, min(begin + kBlock, p.S), Use::backward, key_scratch);
         for (int64_t t = 0; t < count; ++t) {
           if (!grad_score_tile(q, tiles[t], grads[t], block, scratch)) continue;
           const Scores& s = scratch.scores;
@@ -1725,7 +1769,7 @@ struct Attention {
       GradScratch scratch;
       scratch.take(arena, q);
       KeyScratch key_scratch;
-      key_scratch.take(arena, q, true);
+      key_scratch.take(arena, q, Use::backward);
       A* sum = arena.take_zero<A>(kBlock * kTile);
       Tile& tile = *arena.take<Tile>(1);
       GradTile& g = *arena.take<GradTile>(1);
@@ -1736,10 +1780,10 @@ struct Attention {
         for (int64_t h = mh; h < (heads == 1 ? p.H : mh + 1); ++h)
           for (int64_t rt = row_task; rt < (rows_shared ? row_tiles : row_task + 1); ++rt) {
             make_tile_of_head(q, b, h, rt * kTile, tile);
-            prepare(q, p, tile, scratch, g);
+            prepare(q, p, tile, scratch, key_scratch, arena, g);
             for (int64_t kb = key_task; kb < (keys_shared ? key_blocks : key_task + 1); ++kb) {
               if (kb * kBlock >= tile.hi_max || (kb + 1) * kBlock <= tile.lo_min) continue;
-              KeyBlock block = make_block(q, b, h / q.group, kb * kBlock, min((kb + 1) * kBlock, p.S), true, key_scratch);
+              KeyBlock block = make_block(q, b, h / q.group, kb * kBlock, min((kb + 1) * kBlock, p.S), Use::backward, key_scratch);
               if (!grad_score_tile(q, tile, g, block, scratch)) continue;
               const Scores& s = scratch.scores;
               for (int64_t j = s.span.begin; j < s.end - block.begin; ++j)
@@ -1783,31 +1827,28 @@ struct Attention {
       const int64_t rt = task % row_tiles, h0 = task / row_tiles % outer, b = task / row_tiles / outer;
       Tile* tiles = arena.take<Tile>(inner);
       E* panels = arena.take<E>(inner * q.depth * kTile);
-      A* levels = arena.take<A>(inner * kTile);
+      Level* levels = arena.take<Level>(inner);
       A* sum = arena.take<A>(kBlock * kTile);
       Scores s;
       s.take(arena, q);
       KeyScratch scratch;
-      scratch.take(arena, q, false);
+      scratch.take(arena, q, Use::scores);
       for (int64_t x = 0; x < inner; ++x) {
         make_tile_of_head(q, b, h0 + x, rt * kTile, tiles[x]);
         pack_transposed(tiles[x], p.query, p.D, q.depth, panels + x * q.depth * kTile);
-        for (int r = 0; r < kTile; ++r) {
-          const A lse = static_cast<const A*>(p.lse.data)[(b * p.H + h0 + x) * p.L + tiles[x].row[r]];
-          levels[x * kTile + r] = tiles[x].seen[r] ? lse * A(kLog2e) : kInf;
-        }
+        find_level(q, tiles[x], panels + x * q.depth * kTile, arena, scratch, s, levels[x]);
       }
       for (int64_t begin = 0; begin < p.S; begin += kBlock) {
         const int64_t end = min(begin + kBlock, p.S);
         std::memset(static_cast<void*>(sum), 0, size_t(kBlock * kTile) * sizeof(A));
         KeyBlock block{};
         for (int64_t x = 0; x < inner; ++x) {
-          if (x == 0 || (h0 + x) % q.group == 0) block = make_block(q, b, (h0 + x) / q.group, begin, end, false, scratch);
+          if (x == 0 || (h0 + x) % q.group == 0) block = make_block(q, b, (h0 + x) / q.group, begin, end, Use::scores, scratch);
           if (!score_tile(q, tiles[x], panels + x * q.depth * kTile, block, s, nullptr)) continue;
           for (int64_t j = s.span.begin; j < s.end - begin; ++j)
 #pragma GCC unroll 4
             for (int v = 0; v < NV; ++v) {
-              V w = exp2<>(load(s.scores + j * kTile + v * N) * s.factor - load(levels + x * kTile + v * N));
+              V w = exp2<>(load(s.scores + j * kTile + v * N) * s.factor - levels[x].reference[v] - levels[x].log_sum[v]);
               if (q.has_dropout()) w *= dropout_keep(q, tiles[x], v, begin + j);
               A* at = sum + j * kTile + v * N;
               store(at, load(at) + w * factor_out);
