@@ -110,6 +110,43 @@ def test_empty_rows_from_alignment_and_windows(impl):
     assert (results["out"][:, :, 8:] == 0).all() and (results["out"][:, :, :8] != 0).any(-1).all()
 
 
+def test_isolation_biases_at_hidden_places(impl):
+    """A bias that another mask hides, and the bias of a row that sees nothing, may hold anything."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        case = hide(make_case(L=18, S=40, dtype=dtype, mask="float"), keys=(0, 11, 39))
+        case.options["is_causal"] = True
+        case.attn_mask[0, 1, 4] = -math.inf
+        expected = call(case, impl)
+        check(expected, case)
+        for poison in (math.nan, math.inf):
+            case.attn_mask[..., [0, 11, 39]] = poison
+            case.attn_mask[:, :, :, 20:] = poison
+            assert_same(call(case, impl), expected)
+
+
+def test_isolation_of_grouped_heads(impl):
+    """A key that different masks hide from every query head of its group reaches none of them."""
+    case = make_case(2, 4, 2, 9, 40, 8, dtype=torch.float32, mask="bool")
+    case.attn_mask[:, :2, :, 5] = False
+    case.attn_mask[:, 2:, :, 6] = False
+    expected = call(case, impl)
+    for name in ("key", "value"):
+        getattr(case, name)[:, 0, 5] = math.nan
+        getattr(case, name)[:, 1, 6] = math.nan
+    assert_same(call(case, impl), expected)
+
+
+def test_windows_of_any_size(impl):
+    q, k = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 11, 8)
+    for huge in (1000, 2**31, 2**62, 2**63 - 1):
+        for alignment in ("upper_left", "lower_right"):
+            options = {"causal_alignment": alignment, "impl": impl}
+            everything = attend(q, k, k, window_size=(huge, huge), **options)
+            torch.testing.assert_close(everything, attend(q, k, k, impl=impl))
+            causal = attend(q, k, k, window_size=(huge, 0), **options)
+            torch.testing.assert_close(causal, attend(q, k, k, is_causal=True, **options))
+
+
 def test_causal_hides_a_nan_key_from_earlier_rows(impl):
     for dtype in (torch.float32, torch.bfloat16):
         case = make_case(1, 2, L=40, dtype=dtype, is_causal=True)
@@ -345,6 +382,7 @@ REFUSED = {
     "window": (ValueError, "window_size.*-2", lambda: attend(Q, K, K, window_size=(-2, 0))),
     "window of one number": (ValueError, "window_size.*3", lambda: attend(Q, K, K, window_size=3)),
     "softcap": (ValueError, "softcap.*-1", lambda: attend(Q, K, K, softcap=-1.0)),
+    "infinite softcap": (ValueError, "softcap.*inf", lambda: attend(Q, K, K, softcap=math.inf)),
     "alignment": (ValueError, "causal_alignment.*middle", lambda: attend(Q, K, K, causal_alignment="middle")),
     "impl": (ValueError, "impl.*fast", lambda: attend(Q, K, K, impl="fast")),
     "triton": (NotImplementedError, "triton.*no triton kernel", lambda: attend(Q, K, K, impl="triton")),

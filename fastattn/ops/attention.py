@@ -1,5 +1,6 @@
 """Softmax attention: registered ops, their derivatives, and the public functions over them."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -83,6 +84,7 @@ _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 _forward_on_cpu = _forward_op._handle.redispatch_boxed
 _UNLIMITED = (-1, -1)
+_FAR = 2**60
 # The dtypes of plain calls that need no choice any more: none until the CPU library was found.
 _plain_dtypes: set[torch.dtype] = set()
 
@@ -441,8 +443,8 @@ def _check_tensors(tensors: Sequence[Tensor | None]) -> None:
 def _check_options(dropout_p, window_size, softcap, causal_alignment) -> None:
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
-    if not softcap >= 0.0:
-        raise ValueError(f"softcap must not be negative, got {softcap}")
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(f"softcap must be finite and not negative, got {softcap}")
     if causal_alignment not in ("upper_left", "lower_right"):
         raise ValueError(f"causal_alignment must be 'upper_left' or 'lower_right', got {causal_alignment!r}")
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
@@ -507,9 +509,10 @@ def _prepare(
             used.append(name)
     if scale is None:
         scale = D**-0.5 if D else 1.0
-    window_right = 0 if is_causal else window_size[1]
+    # Windows are capped far beyond any length, so that adding positions to them cannot overflow.
+    window_left, window_right = min(window_size[0], _FAR), 0 if is_causal else min(window_size[1], _FAR)
     options = (
-        float(scale), float(softcap), window_size[0], window_right, causal_alignment == "lower_right",
+        float(scale), float(softcap), window_left, window_right, causal_alignment == "lower_right",
         float(dropout_p),
     )  # fmt: skip
     return _Prepared(
