@@ -343,12 +343,20 @@ def _needs_function(tensors: Sequence[Tensor | None]) -> bool:
     )
 
 
+def _apply(function, *args):
+    if is_compiling() or _are_functorch_transforms_active():
+        return function.apply(*args)
+    # Function.apply inspects the signature of forward at each call, which takes longer than a small kernel;
+    # what it calls in the end, where no transform is active, is this.
+    return super(torch.autograd.Function, function).apply(*args)
+
+
 def _register_autograd(name: str, op, function) -> None:
     """Gives the bare op its derivative too: called directly, it must not lose a gradient silently."""
 
     def kernel(*args):
         if _needs_function([a for a in args if isinstance(a, Tensor)]):
-            return function.apply(*args)
+            return _apply(function, *args)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
 
@@ -488,9 +496,12 @@ def _prepare(
     if alibi_slopes is not None and query.dtype == torch.float64:
         tensors = (*tensors[:5], alibi_slopes.to(torch.float64), sinks)
 
-    shape = query.shape
-    if len(shape) == 4 and _is_arranged(tensors, enable_gqa):
-        batch, head_dims = shape[:1], 1
+    shape, arranged = query.shape, tensors
+    if attn_mask is not None and attn_mask.dim() < 4:
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+        arranged = (*tensors[:3], attn_mask, *tensors[4:])
+    if len(shape) == 4 and _is_arranged(arranged, enable_gqa):
+        tensors, batch, head_dims = arranged, shape[:1], 1
     else:
         tensors, batch, head_dims = _arrange(tensors, enable_gqa)
     used = []
@@ -663,8 +674,9 @@ def _draw_seed(call: _Prepared) -> Tensor | None:
 def _run(call: _Prepared, seed: Tensor | None, implementation: str) -> tuple[Tensor, Tensor | None]:
     tensors = call[:7]
     if implementation == "cpu":
-        run = _Attention.apply if _needs_function(tensors) else _call_forward
-        return run(*tensors, seed, *call.options)
+        if _needs_function(tensors):
+            return _apply(_Attention, *tensors, seed, *call.options)
+        return _call(_forward_op, *tensors, seed, *call.options)
     if implementation == "torch":
         gqa = call.key.shape[1] != call.query.shape[1]
         if call.query.device.type == "cpu":
@@ -673,10 +685,6 @@ def _run(call: _Prepared, seed: Tensor | None, implementation: str) -> tuple[Ten
                 return _torch_attention(call, gqa), None
         return _torch_attention(call, gqa), None
     return reference.attention(*tensors, seed, *call.options)
-
-
-def _call_forward(query, *args):
-    return _call(_forward_op, query, *args)
 
 
 def _torch_attention(call: _Prepared, enable_gqa: bool) -> Tensor:
@@ -863,7 +871,7 @@ def attention_with_weights(
     if implementation == "reference":
         weights = reference.attention_weights(*args)
     elif _needs_function(args[:6]):
-        weights = _AttentionWeights.apply(*args)
+        weights = _apply(_AttentionWeights, *args)
     else:
         weights = _call(_weights_op, *args)
     weights = _restore(weights.unsqueeze(1) if average_weights else weights, call)
