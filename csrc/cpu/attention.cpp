@@ -217,6 +217,7 @@ struct Attention {
     Int<A> lo[kTile], hi[kTile];   // visible band of each row
     int64_t lo_min, lo_max, hi_min, hi_max;
     bool seen[kTile];
+    bool all_seen;                 // no lane is empty or behind the last row
     A slope[kTile], diagonal[kTile];
     U key1[kTile], key2[kTile];    // dropout: two words per row
   };
@@ -252,6 +253,7 @@ struct Attention {
     const AttentionParams& p = q.p;
     tile.b = b;
     tile.lo_min = p.S, tile.lo_max = 0, tile.hi_min = p.S, tile.hi_max = 0;
+    tile.all_seen = true;
     for (int r = 0; r < kTile; ++r) {
       const int64_t h = tile.head[r], i = tile.row[r];
       int64_t lo, hi;
@@ -261,6 +263,7 @@ struct Attention {
       tile.lo_max = max(tile.lo_max, lo);
       tile.hi_min = min(tile.hi_min, hi);
       tile.seen[r] = r < tile.count && row_sees(q, b, h, i);
+      tile.all_seen &= tile.seen[r];
       if (lo < hi) {
         tile.lo_min = min(tile.lo_min, lo);
         tile.hi_max = max(tile.hi_max, hi);
@@ -318,8 +321,12 @@ struct Attention {
       } else {
         for (int64_t d = 0; d < depth; d += N) {
           V block[N];
-          for (int r = 0; r < N; ++r)
-            block[r] = row[r] ? load_row<A>(row[r] + d * stride, stride, columns - d) : V{};
+          if (tile.all_seen && stride == 1 && columns - d >= N)
+#pragma GCC unroll 16
+            for (int r = 0; r < N; ++r) block[r] = load_wide(row[r] + d);
+          else
+            for (int r = 0; r < N; ++r)
+              block[r] = row[r] ? load_row<A>(row[r] + d * stride, stride, columns - d) : V{};
           transpose<A>(block);
           for (int i = 0; i < N && d + i < depth; ++i) store(panel + (d + i) * kTile + v * N, block[i]);
         }
@@ -385,15 +392,21 @@ struct Attention {
 
   // --- blocks of keys -----------------------------------------------------------------------------------------------
 
-  // An operand A of Format::gemm: element (m, k) at data[m * rows + k * columns].
-  struct Operand {
+  // [keys, X]: row k at data + k * ld.
+  struct Straight {
     const E* data;
-    int64_t rows, columns;
+    int64_t ld;
+  };
+  // [X, keys] for Format::outputs: the straight operand itself, or a transposed copy where products take pairs of keys.
+  struct Sideways {
+    const E* data;
+    int64_t ld;
+    const E* at(int64_t row, int64_t key) const { return kPairs ? data + row * ld + key : data + row + key * ld; }
   };
   struct KeyBlock {
     int64_t begin, end;      // keys [begin, end); begin is a multiple of kBlock
-    Operand key, value;      // [keys, D], [keys, Dv]
-    Operand key_t, value_t;  // [D, keys], [Dv, keys]
+    Straight key, value;
+    Sideways key_t, value_t;
   };
   enum class Use { scores, forward, backward };  // which operands of a block are wanted
   struct KeyScratch {
@@ -440,11 +453,11 @@ struct Attention {
   }
 
   // [keys, X] as the A operand: in place where it can be read as it lies, else copied and padded with zeros.
-  static Operand straight(const View& view, const T* first, int64_t columns, int64_t padded, const T** rows,
+  static Straight straight(const View& view, const T* first, int64_t columns, int64_t padded, const T** rows,
                           int64_t count, bool has_null, E* scratch) {
     if constexpr (kDirect) {
-      bool fits = count % kKeyStep == 0 && columns == padded && (!kPairs || view.stride[3] == 1);
-      if (fits && !has_null) return {first, view.stride[2], view.stride[3]};
+      bool fits = count % kKeyStep == 0 && columns == padded && view.stride[3] == 1;
+      if (fits && !has_null) return {first, view.stride[2]};
     }
     int64_t filled = round_up(count, kKeyStep);
     for (int64_t j = 0; j < filled; ++j) {
@@ -463,13 +476,12 @@ struct Attention {
         for (; d < padded; ++d) to[d] = A(to_float(row[d * view.stride[3]]));
       }
     }
-    return {scratch, padded, 1};
+    return {scratch, padded};
   }
-  // [X, keys]: the straight operand seen sideways, or transposed where products take pairs of keys.
-  static Operand sideways(const View& view, int64_t columns, const T** rows, int64_t count, const Operand& straight,
+  static Sideways sideways(const View& view, int64_t columns, const T** rows, int64_t count, const Straight& straight,
                           E* scratch) {
     if constexpr (!kPairs) {
-      return {straight.data, straight.columns, straight.rows};
+      return {straight.data, straight.ld};
     } else {
       const int64_t filled = round_up(columns, Format::kRows);
       for (int64_t j = 0; j < count; j += 2 * N)
@@ -488,7 +500,7 @@ struct Attention {
           for (int i = 0; i < N && i < left; ++i) store(to + i * (kBlock / 2), low[i]);
           for (int i = 0; i < N && N + i < left; ++i) store(to + (N + i) * (kBlock / 2), high[i]);
         }
-      return {scratch, kBlock, 1};
+      return {scratch, kBlock};
     }
   }
 
@@ -631,8 +643,7 @@ struct Attention {
     }
     // The products of keys [from, to) of the block.
     void multiply(const Problem& q, const E* query_panel, const KeyBlock& block, int64_t from, int64_t to) {
-      Format::gemm(to - from, kTile, q.depth, block.key.data + from * block.key.rows, block.key.rows, block.key.columns,
-                   query_panel, kTile, scores + from * kTile, kTile, false);
+      Format::scores(to - from, q.depth, block.key.data + from * block.key.ld, block.key.ld, query_panel, scores + from * kTile);
     }
     // From q.k to log2 units (up to `factor`) with hidden scores at -inf. `bend` receives d(capped score) /
     // d(scaled score) where there is a softcap.
@@ -836,9 +847,8 @@ struct Attention {
 
   // Rows [from, to) of out^T += V^T P^T.
   static void add_values(const KeyBlock& block, Span span, const E* weights, int64_t from, int64_t to, A* out) {
-    Format::gemm(to - from, kTile, span.end - span.begin,
-                 block.value_t.data + from * block.value_t.rows + span.begin * block.value_t.columns, block.value_t.rows,
-                 block.value_t.columns, weights + span.begin * kTile, kTile, out + from * kTile, kTile, true);
+    Format::outputs(to - from, span.end - span.begin, block.value_t.at(from, span.begin), block.value_t.ld,
+                    weights + span.begin * kTile, out + from * kTile);
   }
 
   static A sink(const AttentionParams& p, int64_t h) {  // log2 units
@@ -878,16 +888,28 @@ struct Attention {
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) {
       inverse[v] = A(1) / state.sum[v];
-      for (int i = 0; i < N; ++i)
-        if (!tile.seen[v * N + i]) inverse[v][i] = 0;
+      if (!tile.all_seen)
+        for (int i = 0; i < N; ++i)
+          if (!tile.seen[v * N + i]) inverse[v][i] = 0;
     }
     T* out = static_cast<T*>(p.out.data);
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v)
       for (int64_t d = 0; d < p.Dv; d += N) {
         V block[N];
-        for (int i = 0; i < N; ++i) block[i] = d + i < p.Dv ? load(state.out + (d + i) * kTile + v * N) * inverse[v] : V{};
+        if (d + N <= p.Dv)
+#pragma GCC unroll 16
+          for (int i = 0; i < N; ++i) block[i] = load(state.out + (d + i) * kTile + v * N) * inverse[v];
+        else
+          for (int i = 0; i < N; ++i)
+            block[i] = d + i < p.Dv ? load(state.out + (d + i) * kTile + v * N) * inverse[v] : V{};
         transpose<A>(block);
+        if (tile.all_seen && d + N <= p.Dv) {
+#pragma GCC unroll 16
+          for (int i = 0; i < N; ++i)
+            round_store(out + offset(p.out, tile.b, tile.head[v * N + i], tile.row[v * N + i], d), block[i]);
+          continue;
+        }
         for (int i = 0; i < N; ++i) {
           int r = v * N + i;
           if (r >= tile.count) break;
@@ -1309,7 +1331,7 @@ struct Attention {
     if (partials && !partial) throw std::bad_alloc();
 
     for_each_task(parallel, p.B * p.Hkv * tasks_per_head * splits, [&](int64_t task, int) {
-      TileConfiguration configuration;
+      typename Format::Configuration configuration;
       Arena& arena = thread_arena();
       Arena::Scope scope(arena);
       const int64_t split = task % splits, unit = task / splits;
@@ -1423,9 +1445,10 @@ struct Attention {
   // is dS = P * (dP - delta). Everything else is a product with P or dS.
 
   struct GradTile {
-    V delta[NV];
+    V delta[NV], grad_lse[NV];
     Level level;
-    V alibi[NV];           // sum of dS * distance per row
+    double alibi[kTile];   // sum of dS * distance per row
+    bool one_block;        // all keys of the tile lie in one block: delta comes from P and dP themselves
     E *query_t, *query, *grad_out_t, *grad_out;
     A* grad_query_t;       // [D][kTile]
   };
@@ -1463,7 +1486,7 @@ struct Attention {
     find_level(q, tile, g.query_t, arena, key_scratch, scratch.scores, g.level);
     const A* grad_lse = static_cast<const A*>(p.grad_lse.data);
     for (int r = 0; r < kTile; ++r) {
-      A delta = 0;
+      A delta = 0, lse = 0;
       const int64_t h = tile.head[r], i = tile.row[r];
       if (r < tile.count) {
         if (tile.seen[r]) {
@@ -1474,12 +1497,13 @@ struct Attention {
             sum += load_row<A>(out + d, 1, p.Dv - d) * load_row<A>(grad + d * p.grad_out.stride[3], p.grad_out.stride[3], p.Dv - d);
           delta = reduce_add<A>(sum);
         }
-        if (grad_lse) delta -= grad_lse[offset(p.grad_lse, tile.b, h, i)];
+        if (grad_lse) lse = grad_lse[offset(p.grad_lse, tile.b, h, i)];
       }
-      g.delta[r / N][r % N] = delta;
+      g.grad_lse[r / N][r % N] = lse;
+      g.delta[r / N][r % N] = delta - lse;
     }
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) g.alibi[v] = V{};
+    for (double& x : g.alibi) x = 0;
+    g.one_block = !kSame<T, A> && tile.lo_min < tile.hi_max && tile.lo_min / kBlock == (tile.hi_max - 1) / kBlock;
   }
 
   // dS for one tile and key block into scratch.grad_weights (before the softcap's derivative); in pair format also the
@@ -1491,15 +1515,35 @@ struct Attention {
     const A factor = scratch.scores.factor;
     A* scores = scratch.scores.scores;
     const int64_t keys = span.end - span.begin, at = span.begin * kTile;
-    Format::gemm(keys, kTile, q.depth_v, block.value.data + span.begin * block.value.rows, block.value.rows,
-                 block.value.columns, g.grad_out_t, kTile, scratch.grad_weights + at, kTile, false);
+    Format::scores(keys, q.depth_v, block.value.data + span.begin * block.value.ld, block.value.ld, g.grad_out_t,
+                   scratch.grad_weights + at);
     const bool dropout = q.has_dropout();
+    auto weight = [&](int64_t x, int v) {
+      return exp2<>(load(scores + x) * factor - g.level.reference[v] - g.level.log_sum[v]);
+    };
+    V delta[NV], alibi[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) delta[v] = g.delta[v], alibi[v] = V{};
+    if (g.one_block) {
+      // rowsum(dO * O) through the rounded O is off by that rounding, which is all that is left where few keys share
+      // the weight and dP - delta cancels.
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) delta[v] = -g.grad_lse[v];
+      for (int64_t j = 0; j < keys; ++j)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; ++v) {
+          const int64_t x = at + j * kTile + v * N;
+          V term = weight(x, v) * load(scratch.grad_weights + x);
+          if (dropout) term *= dropout_keep(q, tile, v, block.begin + span.begin + j);
+          delta[v] += load(scores + x) == -kInf ? V{} : term;
+        }
+    }
     for (int64_t j = 0; j < keys; ++j)
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) {
         const int64_t x = at + j * kTile + v * N, key = block.begin + span.begin + j;
         V s = load(scores + x);
-        V p = exp2<>(s * factor - g.level.reference[v] - g.level.log_sum[v]);
+        V p = weight(x, v);
         V dp = load(scratch.grad_weights + x);
         V kept = p;
         if (dropout) {
@@ -1507,11 +1551,11 @@ struct Attention {
           kept = p * keep;
           dp *= keep;
         }
-        V ds = p * (dp - g.delta[v]);
+        V ds = p * (dp - delta[v]);
         ds = s == -kInf ? V{} : ds;
         if (q.p.alibi.data) {
           V distance = load(tile.diagonal + v * N) - A(key);
-          g.alibi[v] += ds * (distance < 0 ? -distance : distance);
+          alibi[v] += ds * (distance < 0 ? -distance : distance);
         }
         store(scratch.grad_weights + x, ds);
         if constexpr (kPairs) {
@@ -1523,6 +1567,8 @@ struct Attention {
           store(scores + x, kept);
         }
       }
+    if (q.p.alibi.data)
+      for (int r = 0; r < kTile; ++r) g.alibi[r] += double(alibi[r / N][r % N]);
     return true;
   }
 
@@ -1549,12 +1595,10 @@ struct Attention {
       weights = scores + at;
       grads = pairs = scratch.grad_weights + at;
     }
-    Format::gemm(keys, scratch.columns_v, kTile, weights, kTile, 1, g.grad_out, scratch.columns_v,
-                 grad_value + span.begin * scratch.columns_v, scratch.columns_v, true);
-    Format::gemm(keys, scratch.columns, kTile, grads, kTile, 1, g.query, scratch.columns,
-                 grad_key + span.begin * scratch.columns, scratch.columns, true);
-    Format::gemm(round_up(q.p.D, Format::kRows), kTile, keys, block.key_t.data + span.begin * block.key_t.columns,
-                 block.key_t.rows, block.key_t.columns, pairs, kTile, g.grad_query_t, kTile, true);
+    Format::keys(keys, scratch.columns_v, weights, g.grad_out, grad_value + span.begin * scratch.columns_v);
+    Format::keys(keys, scratch.columns, grads, g.query, grad_key + span.begin * scratch.columns);
+    Format::outputs(round_up(q.p.D, Format::kRows), keys, block.key_t.at(0, span.begin), block.key_t.ld, pairs,
+                    g.grad_query_t);
   }
 
   static int64_t mask_extent(const View& mask, int dimension, int64_t size) { return mask.stride[dimension] ? size : 1; }
@@ -1645,9 +1689,9 @@ struct Attention {
       partial = static_cast<A*>(std::malloc(size_t(chunks * heads * q.tiles * tile_size) * sizeof(A)));
       if (!partial) throw std::bad_alloc();
     }
-    A* alibi = nullptr;
+    double* alibi = nullptr;
     if (p.grad_alibi.data) {
-      alibi = static_cast<A*>(std::calloc(size_t(chunks * p.B * p.H), sizeof(A)));
+      alibi = static_cast<double*>(std::calloc(size_t(chunks * p.B * p.H), sizeof(double)));
       if (!alibi) {
         std::free(partial);
         throw std::bad_alloc();
@@ -1656,7 +1700,7 @@ struct Attention {
     if (p.grad_sinks.data) std::memset(p.grad_sinks.data, 0, size_t(p.B * p.H) * sizeof(A));
 
     for_each_task(parallel, units * chunks, [&](int64_t task, int) {
-      TileConfiguration configuration;
+      typename Format::Configuration configuration;
       const int64_t chunk = task % chunks, unit = task / chunks;
       const int64_t chunk_begin = chunk * per_chunk, chunk_end = min(p.S, chunk_begin + per_chunk);
       for (int64_t b = by_head ? 0 : unit / p.Hkv; b < (by_head ? p.B : unit / p.Hkv + 1); ++b)
@@ -1681,9 +1725,9 @@ struct Attention {
     if (alibi) {
       A* to = static_cast<A*>(p.grad_alibi.data);
       for (int64_t x = 0; x < p.B * p.H; ++x) {
-        A sum = 0;
+        double sum = 0;
         for (int64_t c = 0; c < chunks; ++c) sum += alibi[c * p.B * p.H + x];
-        to[x] = -sum;
+        to[x] = A(-sum);
       }
     }
     std::free(partial);
@@ -1693,7 +1737,7 @@ struct Attention {
 
   // Everything that keys [chunk_begin, chunk_end) of one key/value head contribute.
   static void backward_head(const Problem& q, const AttentionGradParams& p, int64_t b, int64_t hk, int64_t chunk,
-                            int64_t chunk_begin, int64_t chunk_end, bool fused_mask, bool add_mask, A* partial, A* alibi) {
+                            int64_t chunk_begin, int64_t chunk_end, bool fused_mask, bool add_mask, A* partial, double* alibi) {
     Arena& arena = thread_arena();
     Arena::Scope scope(arena);
     GradScratch scratch;
@@ -1740,7 +1784,7 @@ struct Attention {
           put_grad_query(q, p.grad_query, tiles[t], grads[t].grad_query_t);
         for (int r = 0; r < tiles[t].count; ++r) {
           const int64_t h = tiles[t].head[r];
-          if (alibi) alibi[b * p.H + h] += grads[t].alibi[r / N][r % N];
+          if (alibi) alibi[b * p.H + h] += grads[t].alibi[r];
           if (p.grad_sinks.data && chunk == 0) {
             // The sink is a score whose value vector is zero: dS = P_sink (0 - delta).
             A level = static_cast<const A*>(p.lse.data)[(b * p.H + h) * p.L + tiles[t].row[r]] * A(kLog2e);
@@ -1763,7 +1807,7 @@ struct Attention {
     const bool rows_shared = !mask.stride[2], keys_shared = !mask.stride[3];
     const int64_t outer_rows = rows_shared ? 1 : row_tiles, outer_keys = keys_shared ? 1 : key_blocks;
     for_each_task(parallel, batches * heads * outer_rows * outer_keys, [&](int64_t task, int) {
-      TileConfiguration configuration;
+      typename Format::Configuration configuration;
       Arena& arena = thread_arena();
       Arena::Scope scope(arena);
       GradScratch scratch;
@@ -1821,7 +1865,7 @@ struct Attention {
     const int64_t outer = p.average ? 1 : p.H, inner = p.average ? p.H : 1;
     const A factor_out = A(1) / A(inner);
     for_each_task(parallel, p.B * outer * row_tiles, [&](int64_t task, int) {
-      TileConfiguration configuration;
+      typename Format::Configuration configuration;
       Arena& arena = thread_arena();
       Arena::Scope scope(arena);
       const int64_t rt = task % row_tiles, h0 = task / row_tiles % outer, b = task / row_tiles / outer;

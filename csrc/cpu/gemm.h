@@ -1,10 +1,14 @@
-// The register-blocked products of the CPU kernels: C[M, N] (+)= A[M, K] B[K, N].
-// A is read where it lies, through a row and a column stride, one scalar (or bf16 pair) broadcast at a time; B is a
-// packed panel whose rows are vectors. So keys and values are never repacked for the scores: only the query panel is.
+// The register-blocked products of the CPU kernels. A tile is kColumns vectors wide (its lanes are query rows); "panel"
+// is a packed operand with rows of that width. There are three products:
 //
+//   scores   C[M, tile]  = A[M, K] B[K, tile]    A: keys or values where they lie, rows `ld` apart
+//   outputs  C[M, tile] += A[M, K] B[K, tile]    A: the same seen sideways, columns `ld` apart (Plain) or transposed
+//   keys     C[M, N]    += A[M, tile] B[tile, N] A: weights [keys, tile]; B: query rows, C: gradients of keys
+//
+// A is read one scalar (or bf16 pair) broadcast at a time, so that keys and values are never repacked in fp32.
 // An operand format says how products are formed:
-//   Plain<E>  E in {float, double}: one FMA per element; B is [K][ldb]
-//   Pair      bf16 pairs along K, accumulated in fp32; B is [K/2][ldb][2]: vdpbf16ps, or AMX tiles where compiled
+//   Plain<E>  E in {float, double}: one FMA per element
+//   Pair      bf16 pairs along K, accumulated in fp32, B as [K/2][N][2]: vdpbf16ps, or AMX tiles where compiled
 #pragma once
 #include "simd.h"
 
@@ -15,6 +19,38 @@ namespace {
 constexpr int kMaxRows = kVectorRegisters == 32 ? 14 : 6;
 constexpr int kColumns = 2;  // vectors per accumulator row
 
+struct NoConfiguration {
+  NoConfiguration() {}
+};
+#if defined(__AMX_BF16__)
+// Matrix tiles are configured once per thread and task.
+struct TileConfiguration {
+  TileConfiguration() {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t columns[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } configuration;
+    // The intrinsic of some compilers declares only the first 8 bytes as read, and the other stores are dropped.
+    asm volatile("ldtilecfg %0" : : "m"(configuration));
+  }
+  ~TileConfiguration() { _tile_release(); }
+};
+#endif
+
+enum class Product { scores, outputs, keys };
+
+// Calls tiles[rows - 1](first row) for M rows in equal shares: 64 rows are 13+13+13+13+12, never 14+14+14+14+8.
+template <class F>
+FASTATTN_INLINE void for_row_shares(int64_t M, F&& f) {
+  const int64_t calls = (M + kMaxRows - 1) / kMaxRows;
+  for (int64_t call = 0, m = 0; call < calls; ++call) {
+    const int64_t rows = (M - m + calls - call - 1) / (calls - call);
+    f(m, rows);
+    m += rows;
+  }
+}
+
 template <class E>
 struct Plain {
   using Element = E;
@@ -23,19 +59,21 @@ struct Plain {
   static constexpr int kDepth = 1;    // K must be a multiple of this
   static constexpr int kRows = 1;     // M must be a multiple of this
   static constexpr bool kBesideVectors = false;  // products run on a unit of their own
+  using Configuration = NoConfiguration;          // what a thread needs while it computes
+  static constexpr int64_t kWide = kColumns * kLanes<E>;
 
-  // kTileWide: b and c are exactly NV vectors wide, so that every row of c is a constant away from the first.
-  template <int MR, int NV, bool kUnitRows, bool kTileWide>
-  static void tile(int64_t K, const E* a, int64_t rs, int64_t cs, const E* b, int64_t ldb, E* c, int64_t ldc,
-                   bool accumulate) {
+  // Strides that are known keep their registers free: the loop holds MR row offsets otherwise.
+  template <Product kProduct, int MR, int NV>
+  static void tile(int64_t K, const E* a, int64_t lda, const E* b, int64_t ldb, E* c, int64_t ldc) {
     constexpr int N = kLanes<E>;
-    if constexpr (kUnitRows) rs = 1;
-    if constexpr (kTileWide) ldb = ldc = NV * N;
+    const int64_t rs = kProduct == Product::outputs ? 1 : kProduct == Product::keys ? kWide : lda;
+    const int64_t cs = kProduct == Product::outputs ? lda : 1;
+    if constexpr (kProduct != Product::keys) ldb = ldc = kWide;
     Vec<E> acc[MR][NV];
 #pragma GCC unroll 16
     for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) acc[m][v] = accumulate ? load(c + m * ldc + v * N) : Vec<E>{};
+      for (int v = 0; v < NV; ++v) acc[m][v] = kProduct == Product::scores ? Vec<E>{} : load(c + m * ldc + v * N);
     for (int64_t k = 0; k < K; ++k) {
       Vec<E> bv[NV];
 #pragma GCC unroll 4
@@ -53,38 +91,36 @@ struct Plain {
       for (int v = 0; v < NV; ++v) store(c + m * ldc + v * N, acc[m][v]);
   }
 
-  using Tile = void (*)(int64_t, const E*, int64_t, int64_t, const E*, int64_t, E*, int64_t, bool);
-  template <int NV, bool kUnitRows, bool kTileWide, int... MR>
-  static constexpr void fill(Tile* table, std::integer_sequence<int, MR...>) {
-    ((table[MR] = tile<MR + 1, NV, kUnitRows, kTileWide>), ...);
-  }
+  using Tile = void (*)(int64_t, const E*, int64_t, const E*, int64_t, E*, int64_t);
+  template <Product kProduct, int NV>
   struct Table {
-    Tile at[3][2][kMaxRows];  // one vector, kColumns vectors, a whole tile; rows apart, rows adjacent
-    constexpr Table() : at() {
-      using Rows = std::make_integer_sequence<int, kMaxRows>;
-      fill<1, false, false>(at[0][0], Rows{});
-      fill<1, true, false>(at[0][1], Rows{});
-      fill<kColumns, false, false>(at[1][0], Rows{});
-      fill<kColumns, true, false>(at[1][1], Rows{});
-      fill<kColumns, false, true>(at[2][0], Rows{});
-      fill<kColumns, true, true>(at[2][1], Rows{});
+    Tile rows[kMaxRows];
+    constexpr Table() : rows() { fill(std::make_integer_sequence<int, kMaxRows>{}); }
+    template <int... M>
+    constexpr void fill(std::integer_sequence<int, M...>) {
+      ((rows[M] = tile<kProduct, M + 1, NV>), ...);
     }
   };
-  static constexpr Table table{};
+  template <Product kProduct, int NV = kColumns>
+  static constexpr Table<kProduct, NV> table{};
 
-  // N is a multiple of the vector length.
-  static void gemm(int64_t M, int64_t N, int64_t K, const E* a, int64_t rs, int64_t cs, const E* b, int64_t ldb, E* c,
-                   int64_t ldc, bool accumulate) {
-    // Equal shares: 64 rows are 13+13+13+13+12, never 14+14+14+14+8.
-    int64_t calls = (M + kMaxRows - 1) / kMaxRows;
-    constexpr int64_t kWide = kColumns * kLanes<E>;
+  static void scores(int64_t M, int64_t K, const E* a, int64_t ld, const E* b, E* c) {
+    for_row_shares(M, [&](int64_t m, int64_t rows) {
+      table<Product::scores>.rows[rows - 1](K, a + m * ld, ld, b, 0, c + m * kWide, 0);
+    });
+  }
+  static void outputs(int64_t M, int64_t K, const E* a, int64_t ld, const E* b, E* c) {
+    for_row_shares(M, [&](int64_t m, int64_t rows) {
+      table<Product::outputs>.rows[rows - 1](K, a + m, ld, b, 0, c + m * kWide, 0);
+    });
+  }
+  // N is a multiple of the vector length, and the distance of the rows of b and c.
+  static void keys(int64_t M, int64_t N, const E* a, const E* b, E* c) {
     for (int64_t n = 0; n < N; n += kWide) {
-      const Tile* tiles = table.at[N - n < kWide ? 0 : ldb == kWide && ldc == kWide ? 2 : 1][rs == 1];
-      for (int64_t call = 0, m = 0; call < calls; ++call) {
-        int64_t rows = (M - m + calls - call - 1) / (calls - call);
-        tiles[rows - 1](K, a + m * rs, rs, cs, b + n, ldb, c + m * ldc + n, ldc, accumulate);
-        m += rows;
-      }
+      const Tile* tiles = N - n < kWide ? table<Product::keys, 1>.rows : table<Product::keys>.rows;
+      for_row_shares(M, [&](int64_t m, int64_t rows) {
+        tiles[rows - 1](kWide, a + m * kWide, 0, b + n, N, c + m * N + n, N);
+      });
     }
   }
 };
@@ -94,14 +130,17 @@ struct Pair {
   using Element = bf16;
   using Accumulator = float;
   static constexpr int kStep = 2;
+  static constexpr int64_t kWide = kColumns * kLanes<float>;
 #if defined(__AMX_BF16__)
   static constexpr int kDepth = 32;
   static constexpr int kRows = 16;
   static constexpr bool kBesideVectors = true;
+  using Configuration = TileConfiguration;
 #else
   static constexpr int kDepth = 2;
   static constexpr int kRows = 1;
   static constexpr bool kBesideVectors = false;
+  using Configuration = NoConfiguration;
 #endif
 
 #if defined(__AMX_BF16__)
@@ -140,8 +179,8 @@ struct Pair {
     if constexpr (MT > 1) _tile_stored(2, c + 16 * ldc, sc);
     if constexpr (MT > 1 && NT > 1) _tile_stored(3, c + 16 * ldc + 16, sc);
   }
-  static void gemm(int64_t M, int64_t N, int64_t K, const bf16* a, int64_t rs, int64_t, const bf16* b, int64_t ldb,
-                   float* c, int64_t ldc, bool accumulate) {
+  static void gemm(int64_t M, int64_t N, int64_t K, const bf16* a, int64_t rs, const bf16* b, int64_t ldb, float* c,
+                   int64_t ldc, bool accumulate) {
     for (int64_t n = 0; n < N; n += 32)
       for (int64_t m = 0; m < M; m += 32) {
         const bf16* am = a + m * rs;
@@ -202,41 +241,28 @@ struct Pair {
     static constexpr Table all;
     return all;
   }
-  static void gemm(int64_t M, int64_t N, int64_t K, const bf16* a, int64_t rs, int64_t, const bf16* b, int64_t ldb,
-                   float* c, int64_t ldc, bool accumulate) {
-    int64_t calls = (M + kMaxRows - 1) / kMaxRows;
-    constexpr int64_t kWide = kColumns * kLanes<float>;
+  static void gemm(int64_t M, int64_t N, int64_t K, const bf16* a, int64_t rs, const bf16* b, int64_t ldb, float* c,
+                   int64_t ldc, bool accumulate) {
     for (int64_t n = 0; n < N; n += kWide) {
       const Tile* tiles = table().at[N - n >= kWide];
-      for (int64_t call = 0, m = 0; call < calls; ++call) {
-        int64_t rows = (M - m + calls - call - 1) / (calls - call);
+      for_row_shares(M, [&](int64_t m, int64_t rows) {
         tiles[rows - 1](K, a + m * rs, rs, b + n * 2, ldb, c + m * ldc + n, ldc, accumulate);
-        m += rows;
-      }
+      });
     }
   }
 #endif
-};
-#endif
 
-// AMX tiles must be configured once per thread and call; a no-op for every other variant.
-struct TileConfiguration {
-#if defined(__AMX_BF16__)
-  TileConfiguration() {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t columns[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } configuration;
-    // The intrinsic of some compilers declares only the first 8 bytes as read, and the other stores are dropped.
-    asm volatile("ldtilecfg %0" : : "m"(configuration));
+  static void scores(int64_t M, int64_t K, const bf16* a, int64_t ld, const bf16* b, float* c) {
+    gemm(M, kWide, K, a, ld, b, kWide, c, kWide, false);
   }
-  ~TileConfiguration() { _tile_release(); }
-#else
-  TileConfiguration() {}
-  ~TileConfiguration() {}
-#endif
+  static void outputs(int64_t M, int64_t K, const bf16* a, int64_t ld, const bf16* b, float* c) {
+    gemm(M, kWide, K, a, ld, b, kWide, c, kWide, true);
+  }
+  static void keys(int64_t M, int64_t N, const bf16* a, const bf16* b, float* c) {
+    gemm(M, N, kWide, a, kWide, b, N, c, N, true);
+  }
 };
+#endif
 
 }  // namespace
 }  // namespace fastattn::FASTATTN_ISA
