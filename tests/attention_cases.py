@@ -155,6 +155,7 @@ def exact(case: Case, *, lse=True, out=True) -> tuple[dict, dict]:
         lower_right=options.pop("causal_alignment", "upper_left") == "lower_right",
         keep=oracle.keep_mask(dropout_seed(case), dropout_p, B, H, L, S) if dropout_p else None,
         dropout_p=dropout_p,
+        score_rounding=torch.finfo(case.grad_lse.dtype).eps / torch.finfo(case.query.dtype).eps,
         grad_out=array(case.grad_out) * out,
         grad_lse=array(case.grad_lse) * lse,
         **options,
@@ -248,7 +249,7 @@ def check(actual: dict, case: Case, strict: bool = False, **used) -> None:
         error, naive_error = rms(have[finite] - want[finite]), rms(naive[finite] - want[finite])
         bound = 2 * naive_error + torch.finfo(result.dtype).eps * rms(want[finite])
         if not strict or want.size < 100:
-            bound += 2 * torch.finfo(case.query.dtype).eps * rms(size[name][finite])
+            bound += 3 * torch.finfo(case.query.dtype).eps * rms(size[name][finite])
         assert error <= bound, (
             f"{name}: error {error:.3e}, allowed {bound:.3e}, plain PyTorch {naive_error:.3e}"
         )

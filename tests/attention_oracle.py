@@ -51,9 +51,12 @@ def visible_keys(i, L, S, mask_row, padding_row, window, is_causal, lower_right)
 def attention(
     query, key, value, attn_mask=None, key_padding_mask=None, alibi_slopes=None, sinks=None, *,
     scale, softcap=0.0, window=(-1, -1), is_causal=False, lower_right=False, keep=None, dropout_p=0.0,
-    grad_out=None, grad_lse=None,
+    grad_out=None, grad_lse=None, score_rounding=1.0,
 ):  # fmt: skip
-    """Results and magnitudes, two dicts: out, lse, weights and, with incoming gradients, grad_<input>."""
+    """Results and magnitudes, two dicts: out, lse, weights and, with incoming gradients, grad_<input>.
+
+    ``score_rounding``: how much finer than the inputs' precision that of the scores is.
+    """
     (B, H, L, _), (_, Hkv, S, _), Dv = query.shape, key.shape, value.shape[3]
     inputs = {
         "query": query, "key": key, "value": value, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes,
@@ -106,9 +109,12 @@ def attention(
         out = (p * factor) @ v
         result["out"][b, h, i], result["lse"][b, h, i] = out, lse
         result["weights"][b, h, i, j] = p * factor
-        size["out"][b, h, i] = (p * factor) @ np.abs(v)
-        size["lse"][b, h, i] = 1 + np.abs(score).max(initial=abs(sink) if sinks is not None else 0.0)
-        size["weights"][b, h, i, j] = p * factor * size["lse"][b, h, i]
+        # Rounding in a score is relative to the terms it is summed from, and makes a relative error in exp.
+        terms = abs(scale) * (np.abs(k) @ np.abs(q)) + np.abs(score)
+        level = 1 + score_rounding * terms.max(initial=abs(sink) if sinks is not None else 0.0)
+        size["out"][b, h, i] = level * ((p * factor) @ np.abs(v))
+        size["lse"][b, h, i] = level
+        size["weights"][b, h, i, j] = level * p * factor
         if grad_out is None:
             continue
         go, gl = grad_out[b, h, i], 0.0 if grad_lse is None else grad_lse[b, h, i]
@@ -119,12 +125,12 @@ def attention(
         dp_size = factor * (np.abs(v) @ np.abs(go))
         inner_size = p @ dp_size + abs(gl)
         ds = p * (dp - inner + gl)
-        ds_size = p * (dp_size + inner_size) * size["lse"][b, h, i]
+        ds_size = level * p * (dp_size + inner_size)
         add(
             "value",
             (b, g, j),
             np.outer(p * factor, go),
-            np.outer(p * factor, np.abs(go)) * size["lse"][b, h, i],
+            level * np.outer(p * factor, np.abs(go)),
         )
         if attn_mask is not None and attn_mask.dtype != bool:
             mask_j = np.zeros_like(j) if attn_mask.shape[3] == 1 else j
@@ -132,9 +138,9 @@ def attention(
         if alibi_slopes is not None:
             add("alibi_slopes", slope_index, -(ds @ distance), ds_size @ distance)
         if sinks is not None:
-            add("sinks", (h,), np.exp(sink - lse) * (gl - inner), np.exp(sink - lse) * inner_size)
+            add("sinks", (h,), np.exp(sink - lse) * (gl - inner), level * np.exp(sink - lse) * inner_size)
         if softcap:
-            ds, ds_size = (x * (1 - (capped / softcap) ** 2) for x in (ds, ds_size))
+            ds = ds * (1 - (capped / softcap) ** 2)
         add("query", (b, h, i), scale * (ds @ k), abs(scale) * (ds_size @ np.abs(k)))
         add("key", (b, g, j), scale * np.outer(ds, q), abs(scale) * np.outer(ds_size, np.abs(q)))
     return result, size
