@@ -1,0 +1,359 @@
+"""The registered ops of softmax attention, and their derivatives under autograd and torch.func."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+)
+from torch._C._autograd import _profiler_enabled
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from fastattn.reference import attention as reference
+
+__all__ = [
+    "CPU_KEYS", "Attention", "AttentionWeights", "apply_function", "call_op", "forward_op", "is_watched",
+    "needs_function", "weights_op",
+]  # fmt: skip
+
+# Everything is four-dimensional here: query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv),
+# attn_mask with dimensions that are full or 1, key_padding_mask (B, S), alibi_slopes (H,) or (B, H), sinks
+# (H,). -1 is an unlimited window, causal is window_right = 0.
+
+_OPTIONS = "float scale, float softcap, int window_left, int window_right, bool lower_right, float dropout_p"
+_BIASES = "Tensor? attn_mask, Tensor? key_padding_mask, Tensor? alibi_slopes"
+
+_library = torch.library.Library("fastattn", "FRAGMENT")
+_library.define(
+    f"attention_forward(Tensor query, Tensor key, Tensor value, {_BIASES}, Tensor? sinks, "
+    f"Tensor? dropout_seed, {_OPTIONS}) -> (Tensor out, Tensor lse)"
+)
+_library.define(
+    "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+    f"Tensor out, Tensor lse, {_BIASES}, Tensor? sinks, Tensor? dropout_seed, {_OPTIONS}, "
+    "bool mask_grad, bool alibi_grad, bool sinks_grad) -> (Tensor grad_query, Tensor grad_key, "
+    "Tensor grad_value, Tensor grad_mask, Tensor grad_alibi, Tensor grad_sinks)"
+)
+_library.define(
+    f"attention_weights(Tensor query, Tensor key, Tensor lse, {_BIASES}, Tensor? dropout_seed, {_OPTIONS}, "
+    "bool average_heads) -> Tensor"
+)
+forward_op = torch.ops.fastattn.attention_forward.default
+backward_op = torch.ops.fastattn.attention_backward.default
+weights_op = torch.ops.fastattn.attention_weights.default
+
+
+@torch.library.register_fake("fastattn::attention_forward", lib=_library)
+def _(query, key, value, *args):
+    (B, H, L, _), Dv = query.shape, value.shape[3]
+    # Heads beside channels in memory: joining them afterwards is then a view.
+    out = query.new_empty((B, L, H, Dv)).transpose(1, 2)
+    return out, query.new_empty((B, H, L), dtype=_lse_dtype(query))
+
+
+@torch.library.register_fake("fastattn::attention_backward", lib=_library)
+def _(
+    grad_out, grad_lse, query, key, value, out, lse, attn_mask, key_padding_mask, alibi_slopes, sinks, *args
+):
+    optional = zip((attn_mask, alibi_slopes, sinks), args[-3:], strict=True)
+    return (
+        *(torch.empty_like(t) for t in (query, key, value)),
+        *(t.new_empty(t.shape) if wanted else query.new_empty(0) for t, wanted in optional),
+    )
+
+
+@torch.library.register_fake("fastattn::attention_weights", lib=_library)
+def _(query, key, lse, *args):
+    (B, H, L, _), S = query.shape, key.shape[2]
+    return query.new_empty((B, L, S) if args[-1] else (B, H, L, S))
+
+
+def _lse_dtype(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
+def is_watched() -> bool:
+    """Whether a transform, mode, tracer or profiler wants to see each op pass through the dispatcher."""
+    return (
+        _are_functorch_transforms_active()
+        or _len_torch_dispatch_stack() > 0
+        or _get_tracing_state() is not None
+        or _profiler_enabled()
+    )
+
+
+def call_op(op, query: Tensor, *args):
+    # Straight to the CPU kernel where nothing between could matter: a small call costs a third less.
+    if not is_compiling() and type(query) is Tensor and query.is_cpu and not is_watched():
+        return op._handle.redispatch_boxed(CPU_KEYS, query, *args)
+    return op(query, *args)
+
+
+class Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks, dropout_seed,
+        scale, softcap, window_left, window_right, lower_right, dropout_p,
+    ):  # fmt: skip
+        return call_op(
+            forward_op, query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks, dropout_seed,
+            scale, softcap, window_left, window_right, lower_right, dropout_p,
+        )  # fmt: skip
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:3], *output, *inputs[3:8])
+        ctx.options = inputs[8:]
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        query, key, value, out, lse, *biases = ctx.saved_tensors
+        if grad_out is None and grad_lse is None:
+            return (None,) * 14
+        if grad_out is None:
+            grad_out = out.new_zeros(()).expand(out.shape)
+        wanted = (ctx.needs_input_grad[3], ctx.needs_input_grad[5], ctx.needs_input_grad[6])
+        args = (grad_out, grad_lse, query, key, value, out, lse, *biases, *ctx.options, *wanted)
+        # The Function is only needed where this result is differentiated or mapped in turn.
+        if torch.is_grad_enabled() or _are_functorch_transforms_active():
+            grads = AttentionBackward.apply(*args)
+        else:
+            # Through the dispatcher: autograd.grad(is_grads_batched=True) maps over it without telling
+            # anyone.
+            grads = backward_op(*args)
+        needs = ctx.needs_input_grad
+        grad_query, grad_key, grad_value = (
+            g if n else None for g, n in zip(grads[:3], needs[:3], strict=True)
+        )
+        grad_mask, grad_alibi, grad_sinks = (g if n else None for g, n in zip(grads[3:], wanted, strict=True))
+        return grad_query, grad_key, grad_value, grad_mask, None, grad_alibi, grad_sinks, *(None,) * 7
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        # Sinks have no batch dimension, and a dropout pattern depends on the position in the batch: one call
+        # each.
+        if in_dims[6] is not None or args[7] is not None:
+            return _map_each(Attention, info, in_dims, args)
+        B = _logical_size(args[0], in_dims[0], 0)
+        fold = _Fold(info.batch_size, B)
+        query, key, value, padding = (fold.batched(args[n], in_dims[n]) for n in (0, 1, 2, 4))
+        attn_mask = fold.mask(args[3], in_dims[3])
+        alibi_slopes = fold.slopes(args[5], in_dims[5])
+        outputs = Attention.apply(query, key, value, attn_mask, padding, alibi_slopes, *args[6:])
+        return tuple(fold.unfold(t) for t in outputs), (0, 0)
+
+
+class AttentionBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        grad_out, grad_lse, query, key, value, out, lse, attn_mask, key_padding_mask, alibi_slopes, sinks,
+        dropout_seed, scale, softcap, window_left, window_right, lower_right, dropout_p,
+        mask_grad, alibi_grad, sinks_grad,
+    ):  # fmt: skip
+        return call_op(
+            backward_op, grad_out, grad_lse, query, key, value, out, lse, attn_mask, key_padding_mask,
+            alibi_slopes, sinks, dropout_seed, scale, softcap, window_left, window_right, lower_right,
+            dropout_p, mask_grad, alibi_grad, sinks_grad,
+        )  # fmt: skip
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:5], inputs[6], *inputs[7:12])
+        ctx.options = inputs[12:18]
+        ctx.wanted = inputs[18:]
+
+    @staticmethod
+    def backward(ctx, *grads):
+        """Second order: the derivative of the reference's derivative, as a function of the inputs alone.
+
+        out and lse are recomputed from the inputs, so they need no gradient of their own.
+        """
+        grad_out, grad_lse, query, key, value, lse, attn_mask, padding, alibi_slopes, sinks, seed = (
+            ctx.saved_tensors
+        )
+        optional = (attn_mask, alibi_slopes, sinks)
+        primals = (query, key, value, *(t for t, wanted in zip(optional, ctx.wanted, strict=True) if wanted))
+        cotangents = (*grads[:3], *(g for g, wanted in zip(grads[3:], ctx.wanted, strict=True) if wanted))
+
+        def attend(query, key, value, *rest):
+            rest = iter(rest)
+            mask, slopes, sink = (next(rest) if w else t for t, w in zip(optional, ctx.wanted, strict=True))
+            return reference.attention(query, key, value, mask, padding, slopes, sink, seed, *ctx.options)
+
+        def first_order(grad_out, grad_lse, *primals):
+            return torch.func.vjp(attend, *primals)[1]((grad_out, grad_lse))
+
+        no_grad_lse = grad_lse is None
+        if no_grad_lse:
+            grad_lse = torch.zeros_like(lse)
+        second = torch.func.vjp(first_order, grad_out, grad_lse, *primals)[1](cotangents)
+        rest = iter(second[5:])
+        grad_mask, grad_alibi, grad_sinks = (next(rest) if wanted else None for wanted in ctx.wanted)
+        return (
+            second[0], None if no_grad_lse else second[1], *second[2:5], None, None,
+            grad_mask, None, grad_alibi, grad_sinks, *(None,) * 10,
+        )  # fmt: skip
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        mask_grad, alibi_grad, sinks_grad = args[18:]
+        if in_dims[10] is not None or sinks_grad or args[11] is not None:
+            return _map_each(AttentionBackward, info, in_dims, args)
+        attn_mask, alibi_slopes = args[7], args[9]
+        B = _logical_size(args[2], in_dims[2], 0)
+        fold = _Fold(info.batch_size, B)
+        batched = [fold.batched(args[n], in_dims[n]) for n in range(7)]
+        grads = AttentionBackward.apply(
+            *batched,
+            fold.mask(attn_mask, in_dims[7], expand=mask_grad),
+            fold.batched(args[8], in_dims[8]),
+            fold.slopes(alibi_slopes, in_dims[9], expand=alibi_grad),
+            *args[10:],
+        )
+        outputs = [fold.unfold(g) for g in grads[:3]]
+        for grad, wanted, shared in (
+            (grads[3], mask_grad, mask_grad and _logical_size(attn_mask, in_dims[7], 0) == 1),
+            (grads[4], alibi_grad, alibi_grad and _logical_dim(alibi_slopes, in_dims[9]) == 1),
+        ):
+            if wanted:
+                grad = fold.unfold(grad)
+                if shared:
+                    grad = grad.sum(1, keepdim=grad.dim() > 3)
+            outputs.append(grad)
+        return (*outputs, grads[5]), (0, 0, 0, 0 if mask_grad else None, 0 if alibi_grad else None, None)
+
+
+class AttentionWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        query, key, lse, attn_mask, key_padding_mask, alibi_slopes, dropout_seed,
+        scale, softcap, window_left, window_right, lower_right, dropout_p, average_heads,
+    ):  # fmt: skip
+        return call_op(
+            weights_op, query, key, lse, attn_mask, key_padding_mask, alibi_slopes, dropout_seed,
+            scale, softcap, window_left, window_right, lower_right, dropout_p, average_heads,
+        )  # fmt: skip
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:7])
+        ctx.options = inputs[7:]
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, lse, attn_mask, padding, alibi_slopes, seed = ctx.saved_tensors
+        mask_grad, alibi_grad = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
+
+        def weigh(query, key, lse, *rest):
+            rest = iter(rest)
+            mask = next(rest) if mask_grad else attn_mask
+            slopes = next(rest) if alibi_grad else alibi_slopes
+            return reference.attention_weights(query, key, lse, mask, padding, slopes, seed, *ctx.options)
+
+        rest = (attn_mask,) * mask_grad + (alibi_slopes,) * alibi_grad
+        grads = torch.func.vjp(weigh, query, key, lse, *rest)[1](grad)
+        rest = iter(grads[3:])
+        grad_mask = next(rest) if mask_grad else None
+        grad_alibi = next(rest) if alibi_grad else None
+        return *grads[:3], grad_mask, None, grad_alibi, *(None,) * 8
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        if args[6] is not None:
+            return _map_each(AttentionWeights, info, in_dims, args)
+        fold = _Fold(info.batch_size, _logical_size(args[0], in_dims[0], 0))
+        query, key, lse, padding = (fold.batched(args[n], in_dims[n]) for n in (0, 1, 2, 4))
+        attn_mask, alibi_slopes = fold.mask(args[3], in_dims[3]), fold.slopes(args[5], in_dims[5])
+        weights = AttentionWeights.apply(query, key, lse, attn_mask, padding, alibi_slopes, *args[6:])
+        return fold.unfold(weights), 0
+
+
+def _map_each(function, info, in_dims, args):
+    results = []
+    for n in range(info.batch_size):
+        element = (a if d is None else a.select(d, n) for a, d in zip(args, in_dims, strict=True))
+        results.append(function.apply(*element))
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    return tuple(torch.stack(r) for r in zip(*results, strict=True)), (0,) * len(results[0])
+
+
+def _logical_size(tensor: Tensor, mapped: int | None, dim: int) -> int:
+    return tensor.shape[dim] if mapped is None else tensor.movedim(mapped, 0).shape[dim + 1]
+
+
+def _logical_dim(tensor: Tensor, mapped: int | None) -> int:
+    return tensor.dim() - (mapped is not None)
+
+
+class _Fold(NamedTuple):
+    """Folds a mapped dimension of size N into the batch dimension of size B, in front of it."""
+
+    N: int
+    B: int
+
+    def batched(self, tensor: Tensor | None, mapped: int | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        tensor = tensor.expand(self.N, *tensor.shape) if mapped is None else tensor.movedim(mapped, 0)
+        return tensor.flatten(0, 1)
+
+    def mask(self, mask: Tensor | None, mapped: int | None, expand: bool = False) -> Tensor | None:
+        """A mask that is shared stays shared, unless each element wants its own gradient (``expand``)."""
+        if mask is None or (mapped is None and mask.shape[0] == 1 and not expand):
+            return mask
+        mask = mask.unsqueeze(0) if mapped is None else mask.movedim(mapped, 0)
+        return mask.expand(self.N, self.B, *mask.shape[2:]).flatten(0, 1)
+
+    def slopes(self, slopes: Tensor | None, mapped: int | None, expand: bool = False) -> Tensor | None:
+        if slopes is None or (mapped is None and slopes.dim() == 1 and not expand):
+            return slopes
+        slopes = slopes.unsqueeze(0) if mapped is None else slopes.movedim(mapped, 0)
+        slopes = slopes.unsqueeze(1) if slopes.dim() == 2 else slopes
+        return slopes.expand(self.N, self.B, slopes.shape[2]).flatten(0, 1)
+
+    def unfold(self, tensor: Tensor) -> Tensor:
+        return tensor.unflatten(0, (self.N, self.B))
+
+
+def needs_function(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether autograd has to see the call: for a gradient, a transform, or a clear error in forward mode."""
+    return (
+        _are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+    )
+
+
+def apply_function(function, *args):
+    if is_compiling() or _are_functorch_transforms_active():
+        return function.apply(*args)
+    # Function.apply inspects the signature of forward at each call, which takes longer than a small kernel;
+    # what it calls in the end, where no transform is active, is this.
+    return super(torch.autograd.Function, function).apply(*args)
+
+
+def _register_autograd(name: str, op, function) -> None:
+    """Gives the bare op its derivative too: called directly, it must not lose a gradient silently."""
+
+    def kernel(*args):
+        if needs_function([a for a in args if isinstance(a, Tensor)]):
+            return apply_function(function, *args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    _library.impl(name, kernel, "Autograd")
+
+
+_register_autograd("attention_forward", forward_op, Attention)
+_register_autograd("attention_backward", backward_op, AttentionBackward)
+_register_autograd("attention_weights", weights_op, AttentionWeights)
