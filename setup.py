@@ -24,12 +24,11 @@ from setuptools.command.build_ext import build_ext
 os.chdir(Path(__file__).resolve().parent)  # paths are relative, so that none of this machine is compiled in
 BUILD = Path("build/native")  # kept between installs: the next one compiles only what changed
 OLDEST_TORCH = (2, 11)  # the binary runs under every torch from this one on
-DEBUG = os.environ.get("DEBUG", "0") not in ("", "0")
+INTROSPECTION = f"_introspection{sysconfig.get_config_var('EXT_SUFFIX')}"
 
-# Every file of csrc/cpu except ONCE is compiled for each of these, weakest first. The linker keeps the first
-# of several equal inline functions, so in this order none that was compiled for a newer processor can end up
-# in the path of an older one.
-ONCE = ("isa", "dispatch")
+# Every file of csrc/cpu except isa and dispatch is compiled for each of these, weakest first. The linker keeps
+# the first of several equal inline functions, so in this order none that was compiled for a newer processor can
+# end up in the path of an older one.
 AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mfma -mf16c -mprefer-vector-width=512"
 X86_64 = {
     "baseline": "",
@@ -40,12 +39,15 @@ X86_64 = {
 }
 ISAS = {"x86_64": X86_64, "aarch64": {"neon": ""}}.get(platform.machine(), {"baseline": ""})
 # errno and traps forbid vectorising and are given up; the rest of IEEE arithmetic stays (no -ffast-math).
-FLAGS = f"{'-Og -g' if DEBUG else '-O3 -DNDEBUG'} -std=c++20 -fPIC -fvisibility=hidden -fno-math-errno"
-FLAGS += f" -fno-trapping-math -Wall -Wno-psabi -Wno-maybe-uninitialized -Icsrc/cpu -I{BUILD}"
+# "Uninitialized" is what GCC 12 says of its own AVX-512 header.
+FLAGS = "-O3 -DNDEBUG" if os.environ.get("DEBUG", "0") in ("", "0") else "-Og -g"
+FLAGS += " -std=c++20 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math"
+FLAGS += f" -Wall -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized -Icsrc/cpu -I{BUILD}"
 
 candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
 CXX = next((c for c in candidates if shutil.which(shlex.split(c)[0])), None)
-NINJA = shutil.which("ninja") or shutil.which("ninja", path=sysconfig.get_path("scripts"))
+# The environment's own first: each version of ninja takes what another one built for out of date.
+NINJA = shutil.which("ninja", path=sysconfig.get_path("scripts")) or shutil.which("ninja")
 
 
 def find_torch():
@@ -80,49 +82,37 @@ TORCH, TORCH_VERSION = find_torch()
 OBSTACLE = find_obstacle()
 MISSING = OBSTACLE or (None if TORCH else "no torch >= 2.11 with headers in this environment")
 
-NINJA_RULES = f"""builddir = {BUILD}
-rule compile
-  command = {CXX} -MMD -MF $out.d {FLAGS} $flags -c $in -o $out
-  depfile = $out.d
-  deps = gcc
-rule link
-  command = {CXX} -shared $in -o $out $flags
-"""
 
-
-def plan():
-    """The text of build.ninja, the libraries, the compiled instruction sets, and what was left out."""
-    libraries = ["_cpu.so"]
-    lines, left_out = [NINJA_RULES], [name for name, flags in ISAS.items() if not accepts(f"{FLAGS} {flags}")]
-    isas = [name for name in ISAS if name not in left_out]
+def plan(isas, introspection):
+    """The text of build.ninja."""
+    lines = [f"builddir = {BUILD}", "rule compile", "  depfile = $out.d", "  deps = gcc"]
+    lines += [f"  command = {CXX} -MMD -MF $out.d {FLAGS} $flags -c $in -o $out"]
+    lines += ["rule link", f"  command = {CXX} -shared $in -o $out $flags"]
 
     def edge(rule, target, sources, flags):
-        lines.append(f"build {BUILD / target}: {rule} {' '.join(map(str, sources))}\n  flags = {flags}")
+        lines.extend([f"build {BUILD / target}: {rule} {' '.join(map(str, sources))}", f"  flags = {flags}"])
         return BUILD / target
 
-    def compile_(source, variant, flags=""):
-        return edge("compile", f"{variant}/{source.stem}.o", [source], flags)
+    def compile_all(folder, sources, flags=""):
+        return [edge("compile", f"{folder}/{source.stem}.o", [source], flags) for source in sources]
 
-    cpu = sorted(Path("csrc/cpu").glob("*.cpp"))
-    kernels = [source for source in cpu if source.stem not in ONCE]
-    objects = [compile_(s, isa, f"{ISAS[isa]} -DFASTATTN_ISA={isa}") for isa in isas for s in kernels]
-    once = {source.stem: compile_(source, "once") for source in cpu if source.stem in ONCE}
-    headers = f"-isystem {shlex.quote(f'{TORCH}/include')}"
-    stable = f"{headers} -DTORCH_TARGET_VERSION=0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
+    headers = f"-isystem {shlex.quote(f'{TORCH}/include')}"  # pybind11 is among them
+    stable = f"-DTORCH_TARGET_VERSION=0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
     stable += f" -ffile-prefix-map={shlex.quote(f'{TORCH}/include/=')}"
-    bindings = [s for s in sorted(Path("csrc/bindings").glob("*.cpp")) if s.stem != "introspection"]
-    objects += [*once.values(), *(compile_(source, "bindings", stable) for source in bindings)]
-    edge("link", "_cpu.so", objects, f"-Wl,-z,defs -L{shlex.quote(f'{TORCH}/lib')} -ltorch_cpu")
+    once = [Path("csrc/cpu/isa.cpp"), Path("csrc/cpu/dispatch.cpp")]
+    module = Path("csrc/bindings/introspection.cpp")
+    kernels = sorted({*Path("csrc/cpu").glob("*.cpp")} - {*once})
+    bindings = sorted({*Path("csrc/bindings").glob("*.cpp")} - {module})
 
-    python = sysconfig.get_path("include")
-    if Path(python, "Python.h").exists():
-        libraries.append(f"_introspection{sysconfig.get_config_var('EXT_SUFFIX')}")
-        flags = f"{headers} -isystem {shlex.quote(python)}"  # pybind11 comes with torch's headers
-        module = compile_(Path("csrc/bindings/introspection.cpp"), sys.implementation.cache_tag, flags)
-        edge("link", libraries[1], [once["isa"], module], "")
-    else:
-        left_out.append("introspection (no Python.h)")
-    return "\n".join([*lines, ""]), libraries, isas, left_out
+    objects = [o for isa in isas for o in compile_all(isa, kernels, f"{ISAS[isa]} -DFASTATTN_ISA={isa}")]
+    objects += (isa_object := compile_all("once", once))
+    objects += compile_all("bindings", bindings, f"{headers} {stable}")
+    edge("link", "_cpu.so", objects, f"-Wl,-z,defs -L{shlex.quote(f'{TORCH}/lib')} -ltorch_cpu")
+    if introspection:
+        python = f"{headers} -isystem {shlex.quote(sysconfig.get_path('include'))}"
+        objects = compile_all(sys.implementation.cache_tag, [module], python)
+        edge("link", INTROSPECTION, [isa_object[0], *objects], "")
+    return "\n".join([*lines, ""])
 
 
 def write(path, text):
@@ -134,11 +124,8 @@ class BuildNative(build_ext):
     def run(self):
         package = Path("." if self.inplace or self.editable_mode else self.build_lib, "fastattn")
         package.mkdir(parents=True, exist_ok=True)
-        cuda = os.environ.get("FASTATTN_CUDA", "auto")
-        if cuda not in ("auto", "0"):
-            raise SystemExit(
-                f"FASTATTN_CUDA={cuda}: " + ("no CUDA sources yet" if cuda == "1" else "auto, 0 or 1")
-            )
+        if (cuda := os.environ.get("FASTATTN_CUDA", "auto")) not in ("auto", "0"):
+            raise SystemExit(f"FASTATTN_CUDA={cuda}: must be auto or 0, there are no CUDA sources yet")
         if MISSING:
             print(f"fastattn: WARNING: no native kernels, operators run on the reference: {MISSING}")
             for stale in package.glob("*.so"):
@@ -155,25 +142,26 @@ class BuildNative(build_ext):
         (package / "_native_missing.txt").unlink(missing_ok=True)
 
     def build(self, package):
-        ninja_file, libraries, isas, left_out = plan()
+        isas = [isa for isa, flags in ISAS.items() if accepts(f"{FLAGS} {flags}")]
+        introspection = Path(sysconfig.get_path("include"), "Python.h").exists()
+        left_out = [isa for isa in ISAS if isa not in isas]
+        left_out += [] if introspection else ["introspection (no Python.h)"]
         version = subprocess.run([*shlex.split(CXX), "--version"], capture_output=True, text=True).stdout
         info = {"compiler": version.split("\n")[0], "flags": FLAGS, "torch": TORCH_VERSION}
         info["oldest_torch"] = ".".join(map(str, OLDEST_TORCH))
         entries = ", ".join(f'{{"{key}", R"({value})"}}' for key, value in info.items())
         config = f"#pragma once\n#define FASTATTN_ISAS(X) {' '.join(f'X({isa})' for isa in isas)}\n"
-        config += f"#define FASTATTN_BUILD_INFO {{{entries}}}\n"
-        write(BUILD / "build_config.h", config)
-        write(BUILD / "build.ninja", ninja_file)
+        write(BUILD / "build_config.h", f"{config}#define FASTATTN_BUILD_INFO {{{entries}}}\n")
+        write(BUILD / "build.ninja", plan(isas, introspection))
         summary = f"CPU kernels for {', '.join(isas)}; no CUDA; {info['compiler']}; torch {TORCH_VERSION}"
         print(f"fastattn: {summary}; left out: {', '.join(left_out) or 'nothing'}", flush=True)
         jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
         if subprocess.run([NINJA, "-f", BUILD / "build.ninja", *jobs]).returncode:
             raise SystemExit("fastattn: the native kernels did not compile, see the compiler's message above")
-        for library in libraries:
-            shutil.copy(BUILD / library, package / f"{library}.new")
-            (package / f"{library}.new").replace(
-                package / library
-            )  # a process that runs the old file keeps it
+        for library in ["_cpu.so", *[INTROSPECTION] * introspection]:
+            fresh = package / f"{library}.new"
+            shutil.copy(BUILD / library, fresh)
+            fresh.replace(package / library)  # a process that runs the old file keeps it
 
 
 class Wheel(bdist_wheel):

@@ -22,34 +22,34 @@ struct AttentionParams {
   View query;                      // (B, H, L, D)
   View key;                        // (B, Hkv, S, D)
   View value;                      // (B, Hkv, S, Dv)
-  View mask;                       // (B, H, L, S), broadcast dimensions have stride 0; boolean (true = attend) or
-                                   // additive of the query's dtype or f32; -inf hides
-  View key_padding;                // (B, S) boolean, true = attend
-  View alibi;                      // (B, H) f32 slopes; f64 beside f64 queries
-  View sinks;                      // (H,) of the query's dtype or f32
+  View mask;         // (B, H, L, S), broadcast dimensions have stride 0; boolean (true = attend) or
+                     // additive of the query's dtype or f32; -inf hides
+  View key_padding;  // (B, S) boolean, true = attend
+  View alibi;        // (B, H) f32 slopes; f64 beside f64 queries
+  View sinks;        // (H,) of the query's dtype or f32
   double scale;
-  double softcap;                  // 0 = off
-  int64_t window_left;             // keys visible left of the diagonal, -1 = unlimited
-  int64_t window_right;            // the same right of it; 0 = causal
-  int64_t offset;                  // the diagonal of query i is key i + offset: 0 (upper left) or S - L (lower right)
+  double softcap;        // 0 = off
+  int64_t window_left;   // keys visible left of the diagonal, -1 = unlimited
+  int64_t window_right;  // the same right of it; 0 = causal
+  int64_t offset;        // the diagonal of query i is key i + offset: 0 (upper left) or S - L (lower right)
   double dropout_p;
   uint64_t seed;
-  View out;                        // (B, H, L, Dv); stride[3] == 1
-  View lse;                        // (B, H, L) contiguous; f32, f64 for f64 inputs
+  View out;  // (B, H, L, Dv); stride[3] == 1
+  View lse;  // (B, H, L) contiguous; f32, f64 for f64 inputs
 };
 
 struct AttentionGradParams : AttentionParams {
-  View grad_out;                   // (B, H, L, Dv), any strides
-  View grad_lse;                   // (B, H, L), any strides; null = zero
+  View grad_out;                          // (B, H, L, Dv), any strides
+  View grad_lse;                          // (B, H, L), any strides; null = zero
   View grad_query, grad_key, grad_value;  // shapes of query, key, value; any strides without overlap
-  View grad_mask;                  // the mask's own shape seen through stride 0; null = not wanted. dtype: the mask's
-  View grad_alibi;                 // (B, H) contiguous f32 / f64; null = not wanted
-  View grad_sinks;                 // (B, H) contiguous f32 / f64 partial sums (the caller sums over B); null = not wanted
+  View grad_mask;   // the mask's own shape seen through stride 0; null = not wanted. dtype: the mask's
+  View grad_alibi;  // (B, H) contiguous f32 / f64; null = not wanted
+  View grad_sinks;  // (B, H) contiguous f32 / f64 partial sums (the caller sums over B); null = not wanted
 };
 
 // weights (B, H, L, S), or their mean over heads (B, L, S) when `average`: exp(score - lse), after dropout.
 struct AttentionWeightsParams : AttentionParams {
-  View weights;                    // stride[1] unused when `average`; stride[3] == 1; the query's dtype
+  View weights;  // stride[1] unused when `average`; stride[3] == 1; the query's dtype
   bool average;
 };
 

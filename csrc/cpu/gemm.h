@@ -1,14 +1,16 @@
-// The register-blocked products of the CPU kernels. A tile is kColumns vectors wide (its lanes are query rows); "panel"
-// is a packed operand with rows of that width. There are three products:
+// The register-blocked products of the CPU kernels. A tile is kColumns vectors wide (its lanes are query
+// rows); "panel" is a packed operand with rows of that width. There are three products:
 //
 //   scores   C[M, tile]  = A[M, K] B[K, tile]    A: keys or values where they lie, rows `ld` apart
-//   outputs  C[M, tile] += A[M, K] B[K, tile]    A: the same seen sideways, columns `ld` apart (Plain) or transposed
-//   keys     C[M, N]    += A[M, tile] B[tile, N] A: weights [keys, tile]; B: query rows, C: gradients of keys
+//   outputs  C[M, tile] += A[M, K] B[K, tile]    A: sideways, columns `ld` apart (Plain), or transposed
+//   keys     C[M, N]    += A[M, tile] B[tile, N] A: weights [keys, tile], B: query rows, C: their gradient
 //
-// A is read one scalar (or bf16 pair) broadcast at a time, so that keys and values are never repacked in fp32.
+// A is read one scalar (or bf16 pair) broadcast at a time, so that keys and values are never repacked in
+// fp32.
+//
 // An operand format says how products are formed:
 //   Plain<E>  E in {float, double}: one FMA per element
-//   Pair      bf16 pairs along K, accumulated in fp32, B as [K/2][N][2]: vdpbf16ps, or AMX tiles where compiled
+//   Pair      bf16 pairs along K, accumulated in fp32, B as [K/2][N][2]: vdpbf16ps or AMX tiles
 #pragma once
 #include "simd.h"
 
@@ -31,7 +33,7 @@ struct TileConfiguration {
       uint16_t columns[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } configuration;
-    // The intrinsic of some compilers declares only the first 8 bytes as read, and the other stores are dropped.
+    // Some compilers' intrinsic declares only the first 8 bytes as read, and the other stores are dropped.
     asm volatile("ldtilecfg %0" : : "m"(configuration));
   }
   ~TileConfiguration() { _tile_release(); }
@@ -40,7 +42,8 @@ struct TileConfiguration {
 
 enum class Product { scores, outputs, keys };
 
-// Calls tiles[rows - 1](first row) for M rows in equal shares: 64 rows are 13+13+13+13+12, never 14+14+14+14+8.
+// Calls tiles[rows - 1](first row) for M rows in equal shares: 64 rows are
+// 13+13+13+13+12, never 14+14+14+14+8.
 template <class F>
 FASTATTN_INLINE void for_row_shares(int64_t M, F&& f) {
   const int64_t calls = (M + kMaxRows - 1) / kMaxRows;
@@ -55,11 +58,11 @@ template <class E>
 struct Plain {
   using Element = E;
   using Accumulator = E;
-  static constexpr int kStep = 1;     // elements along K that one multiplication takes
-  static constexpr int kDepth = 1;    // K must be a multiple of this
-  static constexpr int kRows = 1;     // M must be a multiple of this
+  static constexpr int kStep = 1;                // elements along K that one multiplication takes
+  static constexpr int kDepth = 1;               // K must be a multiple of this
+  static constexpr int kRows = 1;                // M must be a multiple of this
   static constexpr bool kBesideVectors = false;  // products run on a unit of their own
-  using Configuration = NoConfiguration;          // what a thread needs while it computes
+  using Configuration = NoConfiguration;         // what a thread needs while it computes
   static constexpr int64_t kWide = kColumns * kLanes<E>;
 
   // Strides that are known keep their registers free: the loop holds MR row offsets otherwise.
@@ -73,7 +76,8 @@ struct Plain {
 #pragma GCC unroll 16
     for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) acc[m][v] = kProduct == Product::scores ? Vec<E>{} : load(c + m * ldc + v * N);
+      for (int v = 0; v < NV; ++v)
+        acc[m][v] = kProduct == Product::scores ? Vec<E>{} : load(c + m * ldc + v * N);
     for (int64_t k = 0; k < K; ++k) {
       Vec<E> bv[NV];
 #pragma GCC unroll 4
@@ -146,8 +150,8 @@ struct Pair {
 #if defined(__AMX_BF16__)
   // Tiles 0-3 accumulate 32 x 32, 4-5 hold A (16 rows of 32 elements), 6-7 hold B (16 pairs of 16 columns).
   template <int MT, int NT>
-  static FASTATTN_INLINE void tiles(int64_t K, const bf16* a, int64_t rs, const bf16* b, int64_t ldb, float* c,
-                                    int64_t ldc, bool accumulate) {
+  static FASTATTN_INLINE void tiles(int64_t K, const bf16* a, int64_t rs, const bf16* b, int64_t ldb,
+                                    float* c, int64_t ldc, bool accumulate) {
     const int64_t sa = rs * 2, sb = ldb * 4, sc = ldc * 4;
     if (accumulate) {
       _tile_loadd(0, c, sc);
@@ -179,8 +183,8 @@ struct Pair {
     if constexpr (MT > 1) _tile_stored(2, c + 16 * ldc, sc);
     if constexpr (MT > 1 && NT > 1) _tile_stored(3, c + 16 * ldc + 16, sc);
   }
-  static void gemm(int64_t M, int64_t N, int64_t K, const bf16* a, int64_t rs, const bf16* b, int64_t ldb, float* c,
-                   int64_t ldc, bool accumulate) {
+  static void gemm(int64_t M, int64_t N, int64_t K, const bf16* a, int64_t rs, const bf16* b, int64_t ldb,
+                   float* c, int64_t ldc, bool accumulate) {
     for (int64_t n = 0; n < N; n += 32)
       for (int64_t m = 0; m < M; m += 32) {
         const bf16* am = a + m * rs;
@@ -241,8 +245,8 @@ struct Pair {
     static constexpr Table all;
     return all;
   }
-  static void gemm(int64_t M, int64_t N, int64_t K, const bf16* a, int64_t rs, const bf16* b, int64_t ldb, float* c,
-                   int64_t ldc, bool accumulate) {
+  static void gemm(int64_t M, int64_t N, int64_t K, const bf16* a, int64_t rs, const bf16* b, int64_t ldb,
+                   float* c, int64_t ldc, bool accumulate) {
     for (int64_t n = 0; n < N; n += kWide) {
       const Tile* tiles = table().at[N - n >= kWide];
       for_row_shares(M, [&](int64_t m, int64_t rows) {

@@ -1,5 +1,6 @@
-// Work distribution for the CPU kernels. The thread pool is the caller's (torch's own): a kernel asks it to run
-// one worker per thread and each worker takes the next task from a shared counter, so that unequal tasks balance.
+// Work distribution for the CPU kernels. The thread pool is the caller's (torch's own): a kernel asks it to
+// run one worker per thread and each worker takes the next task from a shared counter, so that unequal
+// tasks balance.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -8,7 +9,8 @@ namespace fastattn {
 
 struct Parallel {
   int threads;
-  // Calls body(context, worker) for every worker in [0, workers), on up to `threads` threads; returns when all are done.
+  // Calls body(context, worker) for each worker in [0, workers), on at most `threads` threads, and
+  // waits for all of them.
   void (*run)(int workers, void (*body)(void* context, int worker), void* context);
 };
 
@@ -30,7 +32,8 @@ static inline void for_each_task(const Parallel& parallel, int64_t tasks, F&& f)
       workers,
       [](void* opaque, int worker) {
         auto& c = *static_cast<Context*>(opaque);
-        for (int64_t task; (task = c.next.fetch_add(1, std::memory_order_relaxed)) < c.tasks;) c.f(task, worker);
+        for (int64_t task; (task = c.next.fetch_add(1, std::memory_order_relaxed)) < c.tasks;)
+          c.f(task, worker);
       },
       &context);
 }

@@ -1,6 +1,6 @@
-// Width-agnostic vectors for the CPU kernels: compiler vector extensions as wide as the instruction set that this
-// translation unit is compiled for. Everything sits in an anonymous namespace inside the variant's own, so that no
-// function compiled for AVX-512 can be taken by the linker for the baseline.
+// Width-agnostic vectors for the CPU kernels: compiler vector extensions as wide as the instruction set that
+// this translation unit is compiled for. Everything sits in an anonymous namespace inside the variant's own,
+// so that no function compiled for AVX-512 can be taken by the linker for the baseline.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -9,12 +9,20 @@
 #include <immintrin.h>
 #endif
 
-#include "attention.h"
-
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
 #define FASTATTN_INLINE __attribute__((always_inline)) inline
+
+FASTATTN_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+FASTATTN_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+FASTATTN_INLINE int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
+FASTATTN_INLINE int64_t round_down(int64_t a, int64_t b) { return a / b * b; }
+
+template <class X, class Y>
+constexpr bool kSame = false;
+template <class X>
+constexpr bool kSame<X, X> = true;
 
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
@@ -81,7 +89,7 @@ FASTATTN_INLINE To bit_cast(From from) {
   return to;
 }
 
-// maximum(a, b): b where either is NaN, so that a NaN score replaces the running maximum (the row is NaN anyway).
+// maximum(a, b): b where either is NaN, so that a NaN score replaces the running maximum (its row is NaN).
 FASTATTN_INLINE Vec<float> maximum(Vec<float> a, Vec<float> b) {
 #if defined(__AVX512F__)
   return (Vec<float>)_mm512_max_ps((__m512)a, (__m512)b);
@@ -111,8 +119,8 @@ FASTATTN_INLINE A reduce_add(Vec<A> v) {
 constexpr double kLog2e = 1.4426950408889634074;
 constexpr double kLn2 = 0.69314718055994530942;
 
-// 2^r on [-1/2, 1/2]. Weighted least-squares (Lawson) fits of relative error: degree 6 1.9e-9 (below fp32 rounding),
-// degree 4 2.6e-6 and degree 3 7.5e-5 (both far below the rounding of a bf16 weight, 2^-9).
+// 2^r on [-1/2, 1/2]. Weighted least-squares (Lawson) fits of relative error: degree 6 1.9e-9 (below fp32
+// rounding), degree 4 2.6e-6 and degree 3 7.5e-5 (both far below the rounding of a bf16 weight, 2^-9).
 template <int kDegree>
 FASTATTN_INLINE Vec<float> exp2_polynomial(Vec<float> r) {
   if constexpr (kDegree == 3) {
@@ -143,8 +151,8 @@ FASTATTN_INLINE Vec<double> exp2_polynomial(Vec<double> r) {
   return p;
 }
 
-// 2^x for x <= 0 (and slightly above): exactly 0 below the smallest normal number and at -inf, so that no denormal
-// enters the products that follow (they cost a microcode assist each); NaN stays NaN.
+// 2^x for x <= 0 (and slightly above): exactly 0 below the smallest normal number and at -inf, so that no
+// denormal enters the products that follow (they cost a microcode assist each); NaN stays NaN.
 template <int kDegree = 6>
 FASTATTN_INLINE Vec<float> exp2(Vec<float> x) {
 #if defined(__AVX512F__)
@@ -173,8 +181,8 @@ FASTATTN_INLINE Vec<double> exp2(Vec<double> x) {
   return x == x ? y : x;
 }
 
-// log2 of a positive normal number; inf and NaN stay. With f in [1/sqrt(2), sqrt(2)) and s = (f - 1) / (f + 1),
-// log2(f) = 2 / ln(2) * (s + s^3 / 3 + s^5 / 5 + ...), where s^2 < 0.03.
+// log2 of a positive normal number; inf and NaN stay. With f in [1/sqrt(2), sqrt(2)) and s = (f - 1) / (f +
+// 1), log2(f) = 2 / ln(2) * (s + s^3 / 3 + s^5 / 5 + ...), where s^2 < 0.03.
 template <class A>
 FASTATTN_INLINE Vec<A> log2(Vec<A> x) {
   using I = Int<A>;
@@ -191,9 +199,9 @@ FASTATTN_INLINE Vec<A> log2(Vec<A> x) {
   return x * A(0) == A(0) ? result : x;
 }
 
-// 2^(s * factor - shift) for integer shift with |shift| <= 2^20, to 7.5e-5: ten operations where exp2 takes fourteen.
-// Adding 1.5 * 2^23 - shift rounds s * factor to an integer k and leaves k - shift in the low bits, which move into
-// the exponent. Exactly 0 below the smallest normal number.
+// 2^(s * factor - shift) for integer shift with |shift| <= 2^20, to 7.5e-5: ten operations where exp2 takes
+// fourteen. Adding 1.5 * 2^23 - shift rounds s * factor to an integer k and leaves k - shift in the low bits,
+// which move into the exponent. Exactly 0 below the smallest normal number.
 FASTATTN_INLINE Vec<float> exp2_coarse(Vec<float> s, float factor, Vec<float> shift) {
   constexpr float kMagic = 12582912.f;
   Vec<float> offset = kMagic - shift;
@@ -240,8 +248,8 @@ FASTATTN_INLINE bool any(M mask) {
 #endif
 }
 
-// tanh, relative error 1e-7: an odd polynomial (fit of (tanh(x)/x - 1)/x^2, error 7e-10) where 1 - 2/(e^2x + 1)
-// would cancel.
+// tanh, relative error 1e-7: an odd polynomial (fit of (tanh(x)/x - 1)/x^2, error 7e-10) where
+// 1 - 2/(e^2x + 1) would cancel.
 FASTATTN_INLINE Vec<float> tanh(Vec<float> x) {
   Vec<float> magnitude = bit_cast<Vec<float>>(bit_cast<Vec<int32_t>>(x) & 0x7fffffff);
   Vec<float> z = x * x;
@@ -261,7 +269,7 @@ FASTATTN_INLINE Vec<double> tanh(Vec<double> x) {
   return x;
 }
 
-// --- half precision -------------------------------------------------------------------------------------------
+// --- half precision ---------------------------------------------------------------------------------------
 
 FASTATTN_INLINE float to_float(float x) { return x; }
 FASTATTN_INLINE double to_float(double x) { return x; }
@@ -275,7 +283,8 @@ FASTATTN_INLINE float to_float(f16 x) {
   return bit_cast<float>(bits | (uint32_t(x.bits & 0x8000) << 16));
 }
 
-FASTATTN_INLINE Vec<uint32_t> bf16_bits(Vec<float> x) {  // round to nearest even; the result sits in the low halves
+FASTATTN_INLINE Vec<uint32_t> bf16_bits(
+    Vec<float> x) {  // round to nearest even; the result sits in the low halves
   Vec<uint32_t> u = bit_cast<Vec<uint32_t>>(x);
   Vec<uint32_t> rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   return (x != x) ? Vec<uint32_t>{} + 0x7fc0u : rounded;
@@ -295,6 +304,21 @@ FASTATTN_INLINE void round_store(bf16* p, Vec<float> v) {
   __builtin_memcpy(p, &h, sizeof h);
 #endif
 }
+#if defined(__AVX512BF16__)
+// Two vectors as pairs: (p0[0], p1[0]), (p0[1], p1[1]), ...
+FASTATTN_INLINE void store_pair(bf16* to, Vec<float> p0, Vec<float> p1) {
+  alignas(64) static constexpr auto kOrder = [] {
+    struct {
+      uint16_t at[32];
+    } order{};
+    for (int i = 0; i < 16; ++i) order.at[2 * i] = uint16_t(i), order.at[2 * i + 1] = uint16_t(16 + i);
+    return order;
+  }();
+  __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)p1, (__m512)p0);
+  both = _mm512_permutexvar_epi16(_mm512_load_si512(&kOrder), both);
+  _mm512_storeu_si512(to, both);
+}
+#endif
 FASTATTN_INLINE uint16_t f16_round(float x) {
   uint32_t u = bit_cast<uint32_t>(x), sign = (u >> 16) & 0x8000u;
   u &= 0x7fffffffu;
@@ -351,7 +375,8 @@ FASTATTN_INLINE Vec<float> load_wide(const f16* p) {
 #endif
 }
 
-// One vector of a row of `count` elements that may be strided or end inside the vector; missing elements read as 0.
+// One vector of a row of `count` elements that may be strided or end inside the vector; missing
+// elements are 0.
 template <class A, class T>
 FASTATTN_INLINE Vec<A> load_row(const T* p, int64_t stride, int64_t count) {
   constexpr int N = kLanes<A>;
@@ -372,7 +397,7 @@ FASTATTN_INLINE void store_row(T* p, int64_t stride, int64_t count, Vec<A> v) {
   for (int64_t i = 0; i < n; ++i) p[i * stride] = buffer[i];
 }
 
-// --- transposition --------------------------------------------------------------------------------------------
+// --- transposition ----------------------------------------------------------------------------------------
 
 // One butterfly: exchanges the off-diagonal blocks of size kStep of rows i and i + kStep.
 template <int kStep, class V, int... I>
@@ -395,6 +420,23 @@ FASTATTN_INLINE void transpose_steps(Vec<E> (&rows)[kLanes<E>]) {
 template <class E>
 FASTATTN_INLINE void transpose(Vec<E> (&rows)[kLanes<E>]) {
   transpose_steps<kLanes<E> / 2, E>(rows);
+}
+template <int kStep, class E>
+FASTATTN_INLINE Vec<E> reduce_steps(Vec<E> (&rows)[kLanes<E>]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kStep; ++i) {
+    exchange<kStep>(rows[i], rows[i + kStep], std::make_integer_sequence<int, kLanes<E>>{});
+    rows[i] += rows[i + kStep];
+  }
+  if constexpr (kStep > 1)
+    return reduce_steps<kStep / 2, E>(rows);
+  else
+    return rows[0];
+}
+// Lane i of the result is the sum of the lanes of rows[i].
+template <class E>
+FASTATTN_INLINE Vec<E> reduce_rows(Vec<E> (&rows)[kLanes<E>]) {
+  return reduce_steps<kLanes<E> / 2, E>(rows);
 }
 
 }  // namespace

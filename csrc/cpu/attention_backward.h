@@ -1,0 +1,190 @@
+// Attention backward: one pass over the scores of each chunk of keys gives every gradient.
+#pragma once
+#include "attention_mask_grad.h"
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+// Rows of grad_query (times scale) out of a tile's grad_query^T.
+template <class T>
+inline void put_grad_query(const Problem<T>& problem, const View& view, const Tile<T>& tile,
+                           const A<T>* grad_t) {
+  T* data = static_cast<T*>(view.data);
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v)
+    for (int64_t d = 0; d < problem.p.D; d += N<T>) {
+      V<T> block[N<T>];
+      for (int i = 0; i < N<T>; ++i)
+        block[i] = d + i < problem.p.D ? load(grad_t + (d + i) * kTile<T> + v * N<T>) * A<T>(problem.p.scale)
+                                       : V<T>{};
+      transpose<A<T>>(block);
+      for (int i = 0; i < N<T>; ++i) {
+        int r = v * N<T> + i;
+        if (r >= tile.count) break;
+        T* row = data + offset(view, tile.b, tile.head[r], tile.row[r], d);
+        store_row<A<T>>(row, view.stride[3], problem.p.D - d, tile.seen[r] ? block[i] : V<T>{});
+      }
+    }
+}
+// Rows [begin, end) of grad_key or grad_value. A key that no query sees has zero gradient even where a NaN of
+// some query met its zero weight.
+template <class T>
+inline void put_grad_keys(const Problem<T>& problem, const View& view, int64_t columns, int64_t b, int64_t hk,
+                          int64_t begin, int64_t end, const A<T>* grad, int64_t padded, A<T> scale) {
+  T* data = static_cast<T*>(view.data);
+  for (int64_t j = begin; j < end; ++j) {
+    const A<T>* from = grad + (j - begin) * padded;
+    T* to = data + offset(view, b, hk, j);
+    V<T> finite{};
+    for (int64_t d = 0; d < columns; d += N<T>) finite += load(from + d) * A<T>(0);
+    const bool hide = reduce_add<A<T>>(finite) != 0 && !problem.key_is_seen(b, hk, j);
+    for (int64_t d = 0; d < columns; d += N<T>)
+      store_row<A<T>>(to + d * view.stride[3], view.stride[3], columns - d,
+                      hide ? V<T>{} : load(from + d) * scale);
+  }
+}
+
+// How backward is cut into tasks: each takes one chunk of the keys of one key/value head, all its tiles.
+template <class T>
+struct Chunks {
+  bool fused_mask;  // dS goes to the mask's gradient as it arises
+  bool by_head;   // a mask shared by the batch is summed by the one task that owns its head, in order of the
+                  // batch
+  int64_t units;  // key/value heads, or key/value heads of all batches
+  int64_t count, keys;  // chunk c has the keys [c * keys, (c + 1) * keys)
+  Chunks(const Problem<T>& problem, const AttentionGradParams& p, int threads) {
+    fused_mask = mask_grad_is_fused<T>(p);
+    by_head = fused_mask && mask_is_shared_by_batch(p);
+    units = by_head ? p.Hkv : p.B * p.Hkv;
+    const int64_t visible = p.L > 0 ? problem.key_end - problem.key_begin : 0;
+    count = max(1, min((4 * threads + units - 1) / units, visible / 512));
+    keys = max(kBlock, round_up((p.S + count - 1) / count, kBlock));
+  }
+};
+
+// Everything that the keys of one chunk of one key/value head contribute. grad_query goes to `partial` where
+// there is more than one chunk: grad_query^T of every tile of every head.
+template <class T>
+inline void backward_head(const Problem<T>& problem, const AttentionGradParams& p, int64_t b, int64_t hk,
+                          const Chunks<T>& chunks, int64_t chunk, A<T>* partial, double* alibi) {
+  const int64_t chunk_begin = min(p.S, chunk * chunks.keys), chunk_end = min(p.S, chunk_begin + chunks.keys);
+  typename Format<T>::Configuration configuration;
+  Arena& arena = thread_arena();
+  Arena::Scope scope(arena);
+  GradScratch<T> scratch;
+  scratch.take(arena, problem);
+  KeyScratch<T> key_scratch;
+  key_scratch.take(arena, problem, Use::backward);
+  const int64_t span_keys = round_up(chunk_end - chunk_begin, kBlock);
+  A<T>* grad_key = arena.take_zero<A<T>>(span_keys * scratch.columns);
+  A<T>* grad_value = arena.take_zero<A<T>>(span_keys * scratch.columns_v);
+  const int64_t together = max(
+      1, min(8, (512 << 10) / (2 * (problem.depth + problem.depth_v) * kTile<T> * int64_t(sizeof(A<T>)))));
+  Tile<T>* tiles = arena.take<Tile<T>>(together);
+  GradTile<T>* grads = arena.take<GradTile<T>>(together);
+  // Panels of the tiles in flight are the same size every time: take them once.
+  for (int64_t t = 0; t < together; ++t) reserve(problem, scratch, arena, grads[t]);
+
+  for (int64_t first = 0; first < problem.tiles; first += together) {
+    const int64_t count = min(together, problem.tiles - first);
+    int64_t key_begin = p.S, key_end = 0;
+    for (int64_t t = 0; t < count; ++t) {
+      make_tile(problem, b, hk, first + t, tiles[t]);
+      prepare(problem, p, tiles[t], scratch, key_scratch, arena, grads[t]);
+      key_begin = min(key_begin, tiles[t].lo_min);
+      key_end = max(key_end, tiles[t].hi_max);
+    }
+    key_begin = max(key_begin, chunk_begin);
+    key_end = min(key_end, chunk_end);
+    for (int64_t begin = round_down(key_begin, kBlock); begin < key_end; begin += kBlock) {
+      KeyBlock<T> block =
+          make_block(problem, b, hk, begin, min(begin + kBlock, p.S), Use::backward, key_scratch);
+      for (int64_t t = 0; t < count; ++t) {
+        if (!grad_score_tile(problem, tiles[t], grads[t], block, scratch)) continue;
+        const Scores<T>& s = scratch.scores;
+        if (chunks.fused_mask)
+          put_tile(p.grad_mask, tiles[t], s.begin, s.end - s.begin,
+                   scratch.grad_weights + s.span.begin * kTile<T>, chunks.by_head && b > 0);
+        grad_products(problem, grads[t], block, scratch, grad_key + (begin - chunk_begin) * scratch.columns,
+                      grad_value + (begin - chunk_begin) * scratch.columns_v);
+      }
+    }
+    for (int64_t t = 0; t < count; ++t) {
+      if (partial)
+        std::memcpy(partial + ((b * p.Hkv + hk) * problem.tiles + first + t) * p.D * kTile<T>,
+                    grads[t].grad_query_t, size_t(p.D * kTile<T>) * sizeof(A<T>));
+      else
+        put_grad_query(problem, p.grad_query, tiles[t], grads[t].grad_query_t);
+      for (int r = 0; r < tiles[t].count; ++r) {
+        const int64_t h = tiles[t].head[r];
+        if (alibi) alibi[b * p.H + h] += grads[t].alibi[r];
+        if (p.grad_sinks.data && chunk == 0) {
+          // The sink is a score whose value vector is zero: dS = P_sink (0 - delta).
+          A<T> level =
+              static_cast<const A<T>*>(p.lse.data)[(b * p.H + h) * p.L + tiles[t].row[r]] * A<T>(kLog2e);
+          V<T> weight = exp2<>(V<T>{} + (sink<T>(p, h) - level));
+          static_cast<A<T>*>(p.grad_sinks.data)[b * p.H + h] -=
+              weight[0] * grads[t].delta[r / N<T>][r % N<T>];
+        }
+      }
+    }
+  }
+  put_grad_keys(problem, p.grad_key, p.D, b, hk, chunk_begin, chunk_end, grad_key, scratch.columns,
+                A<T>(p.scale));
+  put_grad_keys(problem, p.grad_value, p.Dv, b, hk, chunk_begin, chunk_end, grad_value, scratch.columns_v,
+                A<T>(1));
+}
+
+// grad_query of tile t of one key/value head from what its chunks contributed, in their order.
+template <class T>
+inline void merge_grad_query(const Problem<T>& problem, const View& view, int64_t b, int64_t hk, int64_t t,
+                             int64_t chunks, A<T>* partial) {
+  Arena& arena = thread_arena();
+  Arena::Scope scope(arena);
+  Tile<T>& tile = *arena.take<Tile<T>>(1);
+  make_tile(problem, b, hk, t, tile);
+  const AttentionParams& p = problem.p;
+  const int64_t size = p.D * kTile<T>, all = p.B * p.Hkv * problem.tiles * size;
+  A<T>* sum = partial + ((b * p.Hkv + hk) * problem.tiles + t) * size;
+  for (int64_t c = 1; c < chunks; ++c)
+    for (int64_t x = 0; x < size; x += N<T>) store(sum + x, load(sum + x) + load(sum + c * all + x));
+  put_grad_query(problem, view, tile, sum);
+}
+
+template <class T>
+inline void backward(const AttentionGradParams& p, const Parallel& parallel) {
+  const int64_t heads = p.B * p.Hkv, slopes = p.B * p.H;
+  if (heads == 0) return;
+  const Problem<T> problem(p);
+  const Chunks<T> chunks(problem, p, parallel.threads);
+  const int64_t size = heads * problem.tiles * p.D * kTile<T>;
+  const Buffer<A<T>> partial(chunks.count > 1 ? chunks.count * size : 0);
+  const Buffer<double> alibi(p.grad_alibi.data ? chunks.count * slopes : 0);
+  if (p.grad_alibi.data) std::memset(alibi.data(), 0, size_t(chunks.count * slopes) * sizeof(double));
+  if (p.grad_sinks.data) std::memset(p.grad_sinks.data, 0, size_t(p.B * p.H) * sizeof(A<T>));
+  if (p.grad_mask.data) clear_mask_grad(p);
+
+  for_each_task(parallel, chunks.units * chunks.count, [&](int64_t task, int) {
+    const int64_t chunk = task % chunks.count, unit = task / chunks.count;
+    const int64_t first = chunks.by_head ? 0 : unit / p.Hkv, last = chunks.by_head ? p.B : first + 1;
+    A<T>* queries = partial.data() ? partial.data() + chunk * size : nullptr;
+    double* alibi_sums = alibi.data() ? alibi.data() + chunk * slopes : nullptr;
+    for (int64_t b = first; b < last; ++b)
+      backward_head(problem, p, b, unit % p.Hkv, chunks, chunk, queries, alibi_sums);
+  });
+  if (partial.data())
+    for_each_task(parallel, heads * problem.tiles, [&](int64_t task, int) {
+      const int64_t head = task / problem.tiles, t = task % problem.tiles;
+      merge_grad_query(problem, p.grad_query, head / p.Hkv, head % p.Hkv, t, chunks.count, partial.data());
+    });
+  if (p.grad_alibi.data)
+    for (int64_t x = 0; x < slopes; ++x) {
+      double sum = 0;
+      for (int64_t c = 0; c < chunks.count; ++c) sum += alibi.data()[c * slopes + x];
+      static_cast<A<T>*>(p.grad_alibi.data)[x] = A<T>(-sum);
+    }
+  if (p.grad_mask.data && !chunks.fused_mask) mask_gradient(problem, p, parallel);
+}
+
+}  // namespace
+}  // namespace fastattn::FASTATTN_ISA

@@ -1,0 +1,352 @@
+// Attention of few query rows, as in decoding. Every key and value is read once for a handful of rows, so the
+// lanes of a tile would stay empty: here lanes are columns in the products and keys in the softmax, and the
+// rows of a group share each key and value loaded.
+#pragma once
+#include "attention_softmax.h"
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+constexpr int64_t kDecodeRows = 8;
+constexpr int64_t kAhead = 16;  // rows to prefetch ahead: each is read once, from memory
+template <class T>
+inline bool has_few_rows(const Problem<T>& problem) {
+  return problem.group * problem.p.L <= kDecodeRows && !problem.has_dropout();
+}
+
+template <class T>
+struct Decode {
+  Tile<T> tile;
+  A<T> reference[kDecodeRows], sum[kDecodeRows];
+  int64_t columns, columns_v;  // D and Dv as padded
+  A<T>* query;                 // [rows][columns]
+  A<T>* out;                   // [rows][columns_v]
+  A<T>* scores;                // [rows][kBlock]
+  A<T>* key;                   // rows that cannot be read as they lie, converted
+  A<T>* value;
+};
+// Of one row's partial result: reference, sum, out.
+template <class T>
+inline int64_t decode_size(const Problem<T>& problem) {
+  return 2 + round_up(problem.p.Dv, N<T>);
+}
+
+template <class T>
+inline void take_decode(const Problem<T>& problem, int64_t b, int64_t hk, Arena& arena, Decode<T>& decode) {
+  make_tile(problem, b, hk, 0, decode.tile);
+  decode.columns = round_up(problem.p.D, N<T>);
+  decode.columns_v = round_up(problem.p.Dv, N<T>);
+  decode.query = arena.take<A<T>>(decode.tile.count * decode.columns);
+  decode.out = arena.take_zero<A<T>>(decode.tile.count * decode.columns_v);
+  decode.scores = arena.take<A<T>>(decode.tile.count * kBlock);
+  decode.key = arena.take<A<T>>(kBlock * decode.columns);
+  decode.value = arena.take<A<T>>(kBlock * decode.columns_v);
+  const View& view = problem.p.query;
+  for (int r = 0; r < decode.tile.count; ++r) {
+    const T* row =
+        static_cast<const T*>(view.data) + offset(view, b, decode.tile.head[r], decode.tile.row[r]);
+    for (int64_t d = 0; d < decode.columns; d += N<T>)
+      store(decode.query + r * decode.columns + d,
+            decode.tile.seen[r] ? load_row<A<T>>(row + d * view.stride[3], view.stride[3], problem.p.D - d)
+                                : V<T>{});
+  }
+}
+
+// Calls f(rows, stride) with keys [begin, end) of one head as rows `padded` long, in place or converted.
+template <class F, class T>
+FASTATTN_INLINE void with_rows(const Problem<T>& problem, const View& view, int64_t columns, int64_t b,
+                               int64_t hk, int64_t begin, int64_t end, int64_t padded, A<T>* scratch, F&& f) {
+  const T* rows[kBlock];
+  const bool null = key_rows(problem, view, columns, b, hk, begin, end, rows);
+  if (!null && view.stride[3] == 1 && columns == padded) return f(rows[0], view.stride[2]);
+  for (int64_t j = 0; j < end - begin; ++j)
+    for (int64_t d = 0; d < padded; d += N<T>)
+      store(scratch + j * padded + d,
+            rows[j] ? load_row<A<T>>(rows[j] + d * view.stride[3], view.stride[3], columns - d) : V<T>{});
+  f(static_cast<const A<T>*>(scratch), padded);
+}
+
+template <class M, class T>
+FASTATTN_INLINE V<T> mask_row_as(const AttentionParams& p, const Tile<T>& tile, int r, int64_t key,
+                                 int64_t count) {
+  const View& mask = p.mask;
+  const M* row = static_cast<const M*>(mask.data) + offset(mask, tile.b, tile.head[r], tile.row[r], key);
+  return load_mask<T>(row, mask.stride[3], count);
+}
+// What hides or biases keys [key, key + N) from row r, in log2 units.
+template <class T>
+FASTATTN_INLINE V<T> mask_row(const Problem<T>& problem, const Tile<T>& tile, int r, int64_t key,
+                              int64_t count) {
+  const AttentionParams& p = problem.p;
+  V<T> bias{};
+  if (p.mask.data) {
+    if (p.mask.dtype == DType::boolean)
+      bias = mask_row_as<uint8_t>(p, tile, r, key, count);
+    else if (p.mask.dtype == DType::f32)
+      bias = to_log2<T>(mask_row_as<float>(p, tile, r, key, count));
+    else
+      bias = to_log2<T>(mask_row_as<T>(p, tile, r, key, count));
+  }
+  if (p.key_padding.data) {
+    V<T> shown =
+        load_mask<T>(static_cast<const uint8_t*>(p.key_padding.data) + offset(p.key_padding, tile.b, key),
+                     p.key_padding.stride[1], count);
+    bias = shown == -kInf<T> ? shown : bias;
+  }
+  return bias;
+}
+
+// scores[R rows][keys] = query . key: R rows and N / R keys at a time, whose N sums are reduced together.
+template <class T, int R, class Row>
+inline void score_rows(const A<T>* query, int64_t columns, const Row* key, int64_t stride, int64_t keys,
+                       A<T>* scores) {
+  constexpr int K = N<T> / R;
+  for (int64_t j = 0; j < keys; j += K) {
+    const Row* row[K];
+    for (int k = 0; k < K; ++k) row[k] = key + min(j + k, keys - 1) * stride;
+    V<T> acc[N<T>];
+#pragma GCC unroll 16
+    for (int i = 0; i < N<T>; ++i) acc[i] = V<T>{};
+    for (int64_t d = 0; d < columns; d += N<T>) {
+      V<T> x[R];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) x[r] = load(query + r * columns + d);
+#pragma GCC unroll 16
+      for (int k = 0; k < K; ++k) {
+        V<T> y = load_wide(row[k] + d);
+        __builtin_prefetch(row[k] + kAhead * stride + d);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) acc[r * K + k] += x[r] * y;
+      }
+    }
+    const V<T> sums = reduce_rows<A<T>>(acc);
+    for (int r = 0; r < R; ++r)
+      std::memcpy(scores + r * kBlock + j, reinterpret_cast<const A<T>*>(&sums) + r * K, K * sizeof(A<T>));
+  }
+}
+template <class T, class Row>
+inline void decode_scores(const Decode<T>& decode, const Row* key, int64_t stride, int64_t keys) {
+  int r = 0;
+  const int rows = decode.tile.count;
+  if constexpr (N<T> >= 4)
+    for (; r + 4 <= rows; r += 4)
+      score_rows<T, 4>(decode.query + r * decode.columns, decode.columns, key, stride, keys,
+                       decode.scores + r * kBlock);
+  for (; r + 2 <= rows; r += 2)
+    score_rows<T, 2>(decode.query + r * decode.columns, decode.columns, key, stride, keys,
+                     decode.scores + r * kBlock);
+  if (r < rows)
+    score_rows<T, 1>(decode.query + r * decode.columns, decode.columns, key, stride, keys,
+                     decode.scores + r * kBlock);
+}
+
+// From q.k to log2 units with hidden scores, and those behind the last key, at -inf.
+template <class T>
+inline void decode_transform(const Problem<T>& problem, Decode<T>& decode, int64_t begin, int64_t keys) {
+  const AttentionParams& p = problem.p;
+  using VI = Vec<Int<A<T>>>;
+  VI lane;
+  for (int i = 0; i < N<T>; ++i) lane[i] = i;
+  for (int r = 0; r < decode.tile.count; ++r)
+    for (int64_t j = 0; j < keys; j += N<T>) {
+      V<T> s = load(decode.scores + r * kBlock + j) * A<T>(p.scale);
+      if (p.softcap > 0) s = tanh(s * A<T>(1 / p.softcap)) * A<T>(p.softcap);
+      s *= A<T>(kLog2e);
+      VI position = lane + Int<A<T>>(begin + j);
+      if (p.alibi.data) {
+        V<T> distance = decode.tile.diagonal[r] - __builtin_convertvector(position, V<T>);
+        s -= (distance < 0 ? -distance : distance) * (decode.tile.slope[r] * A<T>(kLog2e));
+      }
+      if (problem.masked) {
+        V<T> bias = mask_row(problem, decode.tile, r, begin + j, keys - j);
+        s = bias == -kInf<T> ? bias : s + bias;
+      }
+      VI shown = (position >= decode.tile.lo[r]) & (position < decode.tile.hi[r]) &
+                 (position < Int<A<T>>(begin + keys));
+      store(decode.scores + r * kBlock + j, shown ? s : V<T>{} - kInf<T>);
+    }
+}
+
+// out[rows][columns_v] += weights[rows][keys] value[keys][columns_v], R rows and C vectors at a time.
+template <class T, int R, int C, class Row>
+FASTATTN_INLINE void add_columns(const A<T>* weights, const Row* value, int64_t stride, int64_t keys,
+                                 A<T>* out, int64_t out_stride) {
+  V<T> acc[R][C];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) acc[r][c] = load(out + r * out_stride + c * N<T>);
+  for (int64_t j = 0; j < keys; ++j) {
+    V<T> x[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) {
+      x[c] = load_wide(value + j * stride + c * N<T>);
+      __builtin_prefetch(value + (j + kAhead) * stride + c * N<T>);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) acc[r][c] += weights[r * kBlock + j] * x[c];
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) store(out + r * out_stride + c * N<T>, acc[r][c]);
+}
+template <int R, class T, class Row>
+inline void add_rows(const Decode<T>& decode, int first, const Row* value, int64_t stride, int64_t keys) {
+  const A<T>* weights = decode.scores + first * kBlock;
+  A<T>* out = decode.out + first * decode.columns_v;
+  int64_t d = 0;
+  for (; d + 4 * N<T> <= decode.columns_v; d += 4 * N<T>)
+    add_columns<T, R, 4>(weights, value + d, stride, keys, out + d, decode.columns_v);
+  for (; d + 2 * N<T> <= decode.columns_v; d += 2 * N<T>)
+    add_columns<T, R, 2>(weights, value + d, stride, keys, out + d, decode.columns_v);
+  if (d < decode.columns_v) add_columns<T, R, 1>(weights, value + d, stride, keys, out + d, decode.columns_v);
+}
+
+template <class T>
+inline void decode_block(const Problem<T>& problem, Decode<T>& decode, int64_t hk, int64_t begin,
+                         int64_t end) {
+  const int64_t keys = end - begin;
+  with_rows(problem, problem.p.key, problem.p.D, decode.tile.b, hk, begin, end, decode.columns, decode.key,
+            [&](auto* key, int64_t stride) { decode_scores(decode, key, stride, keys); });
+  decode_transform(problem, decode, begin, keys);
+  for (int r = 0; r < decode.tile.count; ++r) {
+    A<T>* row = decode.scores + r * kBlock;
+    V<T> top = V<T>{} - kInf<T>;
+    for (int64_t j = 0; j < keys; j += N<T>) top = maximum(top, load(row + j));
+    A<T> highest = top[0];
+    for (int i = 1; i < N<T>; ++i) highest = top[i] > highest || top[i] != top[i] ? top[i] : highest;
+    V<T> reference = maximum(V<T>{} + decode.reference[r], ceil(V<T>{} + highest));
+    if (reference[0] != decode.reference[r]) {
+      V<T> alpha = exp2<>(V<T>{} + decode.reference[r] - finite_or_zero(reference));
+      decode.sum[r] *= alpha[0];
+      for (int64_t d = 0; d < decode.columns_v; d += N<T>)
+        store(decode.out + r * decode.columns_v + d, load(decode.out + r * decode.columns_v + d) * alpha);
+      decode.reference[r] = reference[0];
+    }
+    const V<T> shift = finite_or_zero(reference);
+    V<T> sum{};
+    for (int64_t j = 0; j < keys; j += N<T>) {
+      V<T> weight = exp2<>(load(row + j) - shift);
+      sum += weight;
+      store(row + j, weight);
+    }
+    decode.sum[r] += reduce_add<A<T>>(sum);
+  }
+  with_rows(problem, problem.p.value, problem.p.Dv, decode.tile.b, hk, begin, end, decode.columns_v,
+            decode.value, [&](auto* value, int64_t stride) {
+              int r = 0;
+              for (; r + 4 <= decode.tile.count; r += 4) add_rows<4>(decode, r, value, stride, keys);
+              switch (decode.tile.count - r) {
+                case 3:
+                  add_rows<3>(decode, r, value, stride, keys);
+                  break;
+                case 2:
+                  add_rows<2>(decode, r, value, stride, keys);
+                  break;
+                case 1:
+                  add_rows<1>(decode, r, value, stride, keys);
+                  break;
+                default:
+                  break;
+              }
+            });
+}
+
+template <class T>
+inline void finish_decode(const Problem<T>& problem, const Decode<T>& decode) {
+  const AttentionParams& p = problem.p;
+  for (int r = 0; r < decode.tile.count; ++r) {
+    const A<T> inverse = decode.tile.seen[r] ? A<T>(1) / decode.sum[r] : A<T>(0);
+    T* out =
+        static_cast<T*>(p.out.data) + offset(p.out, decode.tile.b, decode.tile.head[r], decode.tile.row[r]);
+    for (int64_t d = 0; d < p.Dv; d += N<T>)
+      store_row<A<T>>(out + d, 1, p.Dv - d,
+                      decode.tile.seen[r] ? load(decode.out + r * decode.columns_v + d) * inverse : V<T>{});
+    static_cast<A<T>*>(p.lse.data)[(decode.tile.b * p.H + decode.tile.head[r]) * p.L + decode.tile.row[r]] =
+        natural_lse<T>(V<T>{} + decode.reference[r], V<T>{} + decode.sum[r])[0];
+  }
+}
+
+// The keys of one split against all rows of a key/value head: finished where there is only one split, else
+// partial[rows][reference, sum, out].
+template <class T>
+inline void decode_head(const Problem<T>& problem, int64_t b, int64_t hk, int64_t splits, int64_t split,
+                        A<T>* partial) {
+  const AttentionParams& p = problem.p;
+  Arena& arena = thread_arena();
+  Arena::Scope scope(arena);
+  Decode<T>& decode = *arena.take<Decode<T>>(1);
+  take_decode(problem, b, hk, arena, decode);
+  for (int r = 0; r < decode.tile.count; ++r) {
+    const A<T> level = p.sinks.data && split == 0 ? sink<T>(p, decode.tile.head[r]) : -kInf<T>;
+    V<T> reference = ceil(V<T>{} + level);
+    decode.reference[r] = reference[0];
+    decode.sum[r] = exp2<>(level - finite_or_zero(reference))[0];
+  }
+  int64_t first = decode.tile.lo_min, last = min(decode.tile.hi_max, p.S);
+  if (splits > 1) {
+    const int64_t keys = round_up((problem.key_end - problem.key_begin + splits - 1) / splits, kBlock);
+    first = max(first, problem.key_begin + split * keys);
+    last = min(last, problem.key_begin + (split + 1) * keys);
+  }
+  for (int64_t begin = first; begin < last; begin += kBlock)
+    decode_block(problem, decode, hk, begin, min(begin + kBlock, last));
+  if (splits == 1) return finish_decode(problem, decode);
+  for (int r = 0; r < decode.tile.count; ++r, partial += decode_size(problem)) {
+    partial[0] = decode.reference[r];
+    partial[1] = decode.sum[r];
+    std::memcpy(partial + 2, decode.out + r * decode.columns_v, size_t(decode.columns_v) * sizeof(A<T>));
+  }
+}
+
+// Finishes the rows of a key/value head from the partial results of its splits, in their order.
+template <class T>
+inline void merge_decode(const Problem<T>& problem, int64_t b, int64_t hk, int64_t splits,
+                         const A<T>* partial) {
+  Arena& arena = thread_arena();
+  Arena::Scope scope(arena);
+  Decode<T>& decode = *arena.take<Decode<T>>(1);
+  take_decode(problem, b, hk, arena, decode);
+  const int64_t size = decode_size(problem), next = decode.tile.count * size;
+  for (int r = 0; r < decode.tile.count; ++r) {
+    const A<T>* from = partial + r * size;
+    V<T> top = V<T>{} - kInf<T>;
+    for (int64_t s = 0; s < splits; ++s) top = maximum(top, V<T>{} + from[s * next]);
+    decode.reference[r] = top[0];
+    decode.sum[r] = 0;
+    for (int64_t s = 0; s < splits; ++s, from += next) {
+      const V<T> alpha = exp2<>(from[0] - finite_or_zero(top));
+      decode.sum[r] += from[1] * alpha[0];
+      for (int64_t d = 0; d < decode.columns_v; d += N<T>) {
+        A<T>* at = decode.out + r * decode.columns_v + d;
+        store(at, load(at) + load(from + 2 + d) * alpha);
+      }
+    }
+  }
+  finish_decode(problem, decode);
+}
+
+template <class T>
+inline void forward_decode(const Problem<T>& problem, const Parallel& parallel) {
+  const AttentionParams& p = problem.p;
+  const int64_t heads = p.B * p.Hkv;
+  // A function of the shape alone, so that results do not depend on the number of threads.
+  const int64_t splits = max(1, min(128 / heads, (problem.key_end - problem.key_begin) / 512));
+  const int64_t size = problem.group * p.L * decode_size(problem);
+  const Buffer<A<T>> partial(splits > 1 ? heads * splits * size : 0);
+  for_each_task(parallel, heads * splits, [&](int64_t task, int) {
+    const int64_t head = task / splits;
+    A<T>* to = partial.data() + (splits > 1 ? task * size : 0);
+    decode_head(problem, head / p.Hkv, head % p.Hkv, splits, task % splits, to);
+  });
+  if (splits > 1)
+    for_each_task(parallel, heads, [&](int64_t head, int) {
+      merge_decode(problem, head / p.Hkv, head % p.Hkv, splits, partial.data() + head * splits * size);
+    });
+}
+
+}  // namespace
+}  // namespace fastattn::FASTATTN_ISA

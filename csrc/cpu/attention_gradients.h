@@ -1,0 +1,186 @@
+// The gradient of the scores of one tile and key block, and its products. With P = exp(score - lse),
+// dP = dO V^T and delta = rowsum(dO * O) - dlse, the gradient of a (masked, biased) score is
+// dS = P * (dP - delta). Everything else is a product with P or dS.
+#pragma once
+#include "attention_softmax.h"
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+template <class T>
+struct GradTile {
+  V<T> delta[NV], grad_lse[NV];
+  Level<T> level;
+  double alibi[kTile<T>];  // sum of dS * distance per row
+  bool one_block;          // all keys of the tile lie in one block: delta comes from P and dP themselves
+  E<T>* query_t;           // panels
+  E<T>* query;
+  E<T>* grad_out_t;
+  E<T>* grad_out;
+  A<T>* grad_query_t;  // [D][kTile]
+};
+template <class T>
+struct GradScratch {
+  Scores<T> scores;
+  A<T>* grad_weights;
+  A<T>* bend;
+  E<T>* weights_rows;  // pair format: P and dS with pairs along the rows, dS along the keys
+  E<T>* grad_rows;
+  E<T>* grad_pairs;
+  int64_t columns, columns_v;  // D and Dv as padded in grad_key, grad_value and the row panels
+  void take(Arena& arena, const Problem<T>& problem) {
+    scores.take(arena, problem);
+    grad_weights = arena.take<A<T>>(kBlock * kTile<T>);
+    bend = problem.p.softcap > 0 ? arena.take<A<T>>(kBlock * kTile<T>) : nullptr;
+    weights_rows = kPairs<T> ? arena.take<E<T>>(kBlock * kTile<T>) : nullptr;
+    grad_rows = kPairs<T> ? arena.take<E<T>>(kBlock * kTile<T>) : nullptr;
+    grad_pairs = kPairs<T> ? arena.take<E<T>>(kBlock * kTile<T>) : nullptr;
+    columns = round_up(problem.p.D, N<T>);
+    columns_v = round_up(problem.p.Dv, N<T>);
+  }
+};
+
+template <class T>
+inline void reserve(const Problem<T>& problem, const GradScratch<T>& scratch, Arena& arena, GradTile<T>& g) {
+  g.query_t = arena.take<E<T>>(problem.depth * kTile<T>);
+  g.grad_out_t = arena.take<E<T>>(problem.depth_v * kTile<T>);
+  g.query = arena.take<E<T>>(kTile<T> * scratch.columns);
+  g.grad_out = arena.take<E<T>>(kTile<T> * scratch.columns_v);
+  g.grad_query_t = arena.take<A<T>>(round_up(problem.p.D, Format<T>::kRows) * kTile<T>);
+}
+template <class T>
+inline void prepare(const Problem<T>& problem, const AttentionGradParams& p, const Tile<T>& tile,
+                    GradScratch<T>& scratch, const KeyScratch<T>& key_scratch, Arena& arena, GradTile<T>& g) {
+  pack_transposed(tile, p.query, p.D, problem.depth, g.query_t);
+  pack_transposed(tile, p.grad_out, p.Dv, problem.depth_v, g.grad_out_t);
+  pack_rows(tile, p.query, p.D, scratch.columns, g.query);
+  pack_rows(tile, p.grad_out, p.Dv, scratch.columns_v, g.grad_out);
+  std::memset(static_cast<void*>(g.grad_query_t), 0,
+              size_t(round_up(p.D, Format<T>::kRows) * kTile<T>) * sizeof(A<T>));
+  find_level(problem, tile, g.query_t, arena, key_scratch, scratch.scores, g.level);
+  const A<T>* grad_lse = static_cast<const A<T>*>(p.grad_lse.data);
+  for (int r = 0; r < kTile<T>; ++r) {
+    A<T> delta = 0, lse = 0;
+    const int64_t h = tile.head[r], i = tile.row[r];
+    if (r < tile.count) {
+      if (tile.seen[r]) {
+        const T* out = static_cast<const T*>(p.out.data) + offset(p.out, tile.b, h, i);
+        const T* grad = static_cast<const T*>(p.grad_out.data) + offset(p.grad_out, tile.b, h, i);
+        V<T> sum{};
+        for (int64_t d = 0; d < p.Dv; d += N<T>)
+          sum += load_row<A<T>>(out + d, 1, p.Dv - d) *
+                 load_row<A<T>>(grad + d * p.grad_out.stride[3], p.grad_out.stride[3], p.Dv - d);
+        delta = reduce_add<A<T>>(sum);
+      }
+      if (grad_lse) lse = grad_lse[offset(p.grad_lse, tile.b, h, i)];
+    }
+    g.grad_lse[r / N<T>][r % N<T>] = lse;
+    g.delta[r / N<T>][r % N<T>] = delta - lse;
+  }
+  for (double& x : g.alibi) x = 0;
+  g.one_block =
+      !kSame<T, A<T>> && tile.lo_min < tile.hi_max && tile.lo_min / kBlock == (tile.hi_max - 1) / kBlock;
+}
+
+// dS for one tile and key block into scratch.grad_weights (before the softcap's derivative); in pair format
+// also the operands of the products. The scores become P after dropout.
+template <class T>
+inline bool grad_score_tile(const Problem<T>& problem, const Tile<T>& tile, GradTile<T>& g,
+                            const KeyBlock<T>& block, GradScratch<T>& scratch) {
+  if (!score_tile(problem, tile, g.query_t, block, scratch.scores, scratch.bend)) return false;
+  const Span span = scratch.scores.span;
+  const A<T> factor = scratch.scores.factor;
+  A<T>* scores = scratch.scores.scores;
+  const int64_t keys = span.end - span.begin, at = span.begin * kTile<T>;
+  Format<T>::scores(keys, problem.depth_v, block.value.data + span.begin * block.value.ld, block.value.ld,
+                    g.grad_out_t, scratch.grad_weights + at);
+  const bool dropout = problem.has_dropout();
+  auto weight = [&](int64_t x, int v) {
+    return exp2<>(load(scores + x) * factor - g.level.reference[v] - g.level.log_sum[v]);
+  };
+  V<T> delta[NV], alibi[NV];
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v) delta[v] = g.delta[v], alibi[v] = V<T>{};
+  if (g.one_block) {
+    // rowsum(dO * O) through the rounded O is off by that rounding, which is all that is left where few keys
+    // share the weight and dP - delta cancels.
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) delta[v] = -g.grad_lse[v];
+    for (int64_t j = 0; j < keys; ++j)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) {
+        const int64_t x = at + j * kTile<T> + v * N<T>;
+        V<T> term = weight(x, v) * load(scratch.grad_weights + x);
+        if (dropout) term *= dropout_keep(problem, tile, v, block.begin + span.begin + j);
+        delta[v] += load(scores + x) == -kInf<T> ? V<T>{} : term;
+      }
+  }
+  for (int64_t j = 0; j < keys; ++j)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) {
+      const int64_t x = at + j * kTile<T> + v * N<T>, key = block.begin + span.begin + j;
+      V<T> s = load(scores + x);
+      V<T> p = weight(x, v);
+      V<T> dp = load(scratch.grad_weights + x);
+      V<T> kept = p;
+      if (dropout) {
+        V<T> keep = dropout_keep(problem, tile, v, key);
+        kept = p * keep;
+        dp *= keep;
+      }
+      V<T> ds = p * (dp - delta[v]);
+      ds = s == -kInf<T> ? V<T>{} : ds;
+      if (problem.p.alibi.data) {
+        V<T> distance = load(tile.diagonal + v * N<T>) - A<T>(key);
+        alibi[v] += ds * (distance < 0 ? -distance : distance);
+      }
+      store(scratch.grad_weights + x, ds);
+      if constexpr (kPairs<T>) {
+        if (scratch.bend) ds *= load(scratch.bend + x);
+        store(scores + x, ds);
+        round_store(scratch.weights_rows + x, kept);
+        round_store(scratch.grad_rows + x, ds);
+      } else {
+        store(scores + x, kept);
+      }
+    }
+  if (problem.p.alibi.data)
+    for (int r = 0; r < kTile<T>; ++r) g.alibi[r] += double(alibi[r / N<T>][r % N<T>]);
+  return true;
+}
+
+template <class T>
+inline void grad_products(const Problem<T>& problem, GradTile<T>& g, const KeyBlock<T>& block,
+                          const GradScratch<T>& scratch, A<T>* grad_key, A<T>* grad_value) {
+  const Span span = scratch.scores.span;
+  const A<T>* scores = scratch.scores.scores;
+  const int64_t keys = span.end - span.begin, at = span.begin * kTile<T>;
+  const E<T>* weights;
+  const E<T>* grads;
+  const E<T>* pairs;
+  if constexpr (kPairs<T>) {
+    for (int64_t j = 0; j < keys; j += 2)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) {
+        const int64_t x = at + j * kTile<T> + v * N<T>;
+        store_pair(scratch.grad_pairs + at + j * kTile<T> + v * 2 * N<T>, load(scores + x),
+                   load(scores + x + kTile<T>));
+      }
+    weights = scratch.weights_rows + at;
+    grads = scratch.grad_rows + at;
+    pairs = scratch.grad_pairs + at;
+  } else {
+    if (scratch.bend)
+      for (int64_t x = at; x < at + keys * kTile<T>; x += N<T>)
+        store(scratch.grad_weights + x, load(scratch.grad_weights + x) * load(scratch.bend + x));
+    weights = scores + at;
+    grads = pairs = scratch.grad_weights + at;
+  }
+  Format<T>::keys(keys, scratch.columns_v, weights, g.grad_out, grad_value + span.begin * scratch.columns_v);
+  Format<T>::keys(keys, scratch.columns, grads, g.query, grad_key + span.begin * scratch.columns);
+  Format<T>::outputs(round_up(problem.p.D, Format<T>::kRows), keys, block.key_t.at(0, span.begin),
+                     block.key_t.ld, pairs, g.grad_query_t);
+}
+
+}  // namespace
+}  // namespace fastattn::FASTATTN_ISA

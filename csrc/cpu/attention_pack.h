@@ -1,0 +1,265 @@
+// Operands of the products: panels of query rows, and blocks of keys and values, which are read in place
+// wherever the format allows it.
+#pragma once
+#include "attention_problem.h"
+#include "memory.h"
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+template <class Row, int... I>
+FASTATTN_INLINE void zip(Row a, Row b, Vec<float>& low, Vec<float>& high, std::integer_sequence<int, I...>) {
+  constexpr int n = sizeof...(I);
+  low = bit_cast<Vec<float>>(__builtin_shufflevector(a, b, (I / 2 + (I & 1) * n)...));
+  high = bit_cast<Vec<float>>(__builtin_shufflevector(a, b, (n / 2 + I / 2 + (I & 1) * n)...));
+}
+// Two elements per lane of a row, as they lie; those from `count` on are zero.
+FASTATTN_INLINE Vec<uint32_t> load_pairs(const bf16* p, int64_t stride, int64_t count) {
+  constexpr int kCount = 2 * kLanes<float>;
+  if (stride == 1 && count >= kCount) {
+    Vec<uint32_t> v;
+    __builtin_memcpy(&v, p, sizeof v);
+    return v;
+  }
+  bf16 buffer[kCount];
+  std::memset(buffer, 0, sizeof buffer);
+  int64_t n = min(count, kCount);
+  for (int64_t i = 0; i < n; ++i) buffer[i] = p[i * stride];
+  Vec<uint32_t> v;
+  __builtin_memcpy(&v, buffer, sizeof v);
+  return v;
+}
+// Element pairs (first[d + i], second[d + i]) of two rows, for as many columns as there are lanes in `low`,
+// and for the next ones in `high`; null rows and columns from `columns` on are zero.
+FASTATTN_INLINE void interleave(const bf16* first, const bf16* second, int64_t stride, int64_t d,
+                                int64_t columns, Vec<float>& low, Vec<float>& high) {
+  typedef uint16_t Row __attribute__((vector_size(kVectorBytes)));
+  auto row = [&](const bf16* p) {
+    return p ? bit_cast<Row>(load_pairs(p + d * stride, stride, columns - d)) : Row{};
+  };
+  const Row a = row(first), b = row(second);
+  zip(a, b, low, high, std::make_integer_sequence<int, 2 * kLanes<float>>{});
+}
+
+// Panel [depth / step][kTile][step] of the tile's rows of a (B, H, L, X) tensor; rows that see nothing and
+// padding are zero.
+template <class T>
+inline void pack_transposed(const Tile<T>& tile, const View& view, int64_t columns, int64_t depth,
+                            E<T>* panel) {
+  const T* data = static_cast<const T*>(view.data);
+  const int64_t stride = view.stride[3];
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v) {
+    const T* row[N<T>];
+    for (int r = 0; r < N<T>; ++r) {
+      int s = v * N<T> + r;
+      row[r] = tile.seen[s] ? data + offset(view, tile.b, tile.head[s], tile.row[s]) : nullptr;
+    }
+    if constexpr (kPairs<T>) {
+      for (int64_t d = 0; d < depth; d += 2 * N<T>) {
+        Vec<float> block[N<T>];
+        for (int r = 0; r < N<T>; ++r) {
+          Vec<uint32_t> pairs =
+              row[r] ? load_pairs(row[r] + d * stride, stride, columns - d) : Vec<uint32_t>{};
+          block[r] = bit_cast<Vec<float>>(pairs);
+        }
+        transpose<float>(block);
+        for (int i = 0; i < N<T> && d + 2 * i < depth; ++i)
+          store(reinterpret_cast<float*>(panel) + (d / 2 + i) * kTile<T> + v * N<T>, block[i]);
+      }
+    } else {
+      for (int64_t d = 0; d < depth; d += N<T>) {
+        V<T> block[N<T>];
+        if (tile.all_seen && stride == 1 && columns - d >= N<T>)
+#pragma GCC unroll 16
+          for (int r = 0; r < N<T>; ++r) block[r] = load_wide(row[r] + d);
+        else
+          for (int r = 0; r < N<T>; ++r)
+            block[r] = row[r] ? load_row<A<T>>(row[r] + d * stride, stride, columns - d) : V<T>{};
+        transpose<A<T>>(block);
+        for (int i = 0; i < N<T> && d + i < depth; ++i)
+          store(panel + (d + i) * kTile<T> + v * N<T>, block[i]);
+      }
+    }
+  }
+}
+// Panel [kTile / step][columns][step] of the same rows, not transposed: what grad_key and grad_value
+// multiply with.
+template <class T>
+inline void pack_rows(const Tile<T>& tile, const View& view, int64_t columns, int64_t padded, E<T>* panel) {
+  const T* data = static_cast<const T*>(view.data);
+  const int64_t stride = view.stride[3];
+  auto row = [&](int r) -> const T* {
+    return tile.seen[r] ? data + offset(view, tile.b, tile.head[r], tile.row[r]) : nullptr;
+  };
+  for (int r = 0; r < kTile<T>; r += Format<T>::kStep) {
+    const T* first = row(r);
+    if constexpr (kPairs<T>) {
+      const T* second = row(r + 1);
+      for (int64_t d = 0; d < padded; d += 2 * N<T>) {
+        Vec<float> low, high;
+        interleave(first, second, stride, d, columns, low, high);
+        float* to = reinterpret_cast<float*>(panel) + (r / 2) * padded + d;
+        store(to, low);
+        if (d + N<T> < padded) store(to + N<T>, high);
+      }
+    } else {
+      for (int64_t d = 0; d < padded; d += N<T>)
+        store(panel + r * padded + d,
+              first ? load_row<A<T>>(first + d * stride, stride, columns - d) : V<T>{});
+    }
+  }
+}
+
+// [keys, X]: row k at data + k * ld.
+template <class T>
+struct Straight {
+  const E<T>* data;
+  int64_t ld;
+};
+// [X, keys] for Format::outputs: the straight operand itself, or a transposed copy where products take pairs
+// of keys.
+template <class T>
+struct Sideways {
+  const E<T>* data;
+  int64_t ld;
+  const E<T>* at(int64_t row, int64_t key) const {
+    return kPairs<T> ? data + row * ld + key : data + row + key * ld;
+  }
+};
+template <class T>
+struct KeyBlock {
+  int64_t begin, end;  // keys [begin, end); begin is a multiple of kBlock
+  Straight<T> key, value;
+  Sideways<T> key_t, value_t;
+};
+enum class Use { scores, forward, backward };  // which operands of a block are wanted
+template <class T>
+struct KeyScratch {
+  E<T>* key;
+  E<T>* value;
+  E<T>* key_t;
+  E<T>* value_t;
+  void take(Arena& arena, const Problem<T>& problem, Use use) {
+    const bool value_used = use == Use::backward || (use == Use::forward && !kPairs<T>);
+    key = arena.take<E<T>>(kBlock * problem.depth);
+    value = value_used ? arena.take<E<T>>(kBlock * problem.depth_v) : nullptr;
+    const int64_t rows = round_up(problem.p.D, Format<T>::kRows);
+    const int64_t rows_v = round_up(problem.p.Dv, Format<T>::kRows);
+    key_t = kPairs<T> && use == Use::backward ? arena.take<E<T>>(kBlock * rows) : nullptr;
+    value_t = kPairs<T> && use == Use::forward ? arena.take<E<T>>(kBlock * rows_v) : nullptr;
+  }
+};
+
+template <class T>
+inline bool row_is_finite(const T* row, int64_t stride, int64_t columns) {
+  A<T> sum = 0;  // x * 0 is 0 for finite x, NaN otherwise
+  if (stride == 1) {
+    V<T> total{};
+    int64_t d = 0;
+    for (; d + N<T> <= columns; d += N<T>) total += load_wide(row + d) * A<T>(0);
+    sum = reduce_add<A<T>>(total);
+    row += d;
+    columns -= d;
+  }
+  for (int64_t d = 0; d < columns; ++d) sum += A<T>(to_float(row[d * stride])) * A<T>(0);
+  return sum == 0;
+}
+
+// Rows [begin, end) of a (B, Hkv, S, X) tensor as pointers: null for keys outside every band, and for keys
+// that hold NaN or inf while no query sees them (they must not reach 0 * NaN). Returns whether any is null.
+template <class T>
+inline bool key_rows(const Problem<T>& problem, const View& view, int64_t columns, int64_t b, int64_t hk,
+                     int64_t begin, int64_t end, const T** rows) {
+  bool any = false;
+  for (int64_t j = begin; j < end; ++j) {
+    const T* row = nullptr;
+    if (j >= problem.key_begin && j < problem.key_end) {
+      row = static_cast<const T*>(view.data) + offset(view, b, hk, j);
+      if (problem.masked && !row_is_finite(row, view.stride[3], columns) && !problem.key_is_seen(b, hk, j))
+        row = nullptr;
+    }
+    rows[j - begin] = row;
+    // Plain clips tiles to the band exactly, so that keys outside it are not touched.
+    any |= !row && (kPairs<T> || (j >= problem.key_begin && j < problem.key_end));
+  }
+  return any;
+}
+
+// [keys, X] as the A operand: in place where it can be read as it lies, else copied and padded with zeros.
+template <class T>
+inline Straight<T> straight(const View& view, const T* first, int64_t columns, int64_t padded, const T** rows,
+                            int64_t count, bool has_null, E<T>* scratch) {
+  if constexpr (kDirect<T>) {
+    bool fits = count % kKeyStep<T> == 0 && columns == padded && view.stride[3] == 1;
+    if (fits && !has_null) return {first, view.stride[2]};
+  }
+  int64_t filled = round_up(count, kKeyStep<T>);
+  for (int64_t j = 0; j < filled; ++j) {
+    const T* row = j < count ? rows[j] : nullptr;
+    E<T>* to = scratch + j * padded;
+    if (!row) {
+      std::memset(static_cast<void*>(to), 0, size_t(padded) * sizeof(E<T>));
+    } else if constexpr (kPairs<T>) {
+      for (int64_t d = 0; d < padded; d += 2 * N<T>) {
+        Vec<uint32_t> pairs = load_pairs(row + d * view.stride[3], view.stride[3], columns - d);
+        __builtin_memcpy(to + d, &pairs, size_t(min(2 * N<T>, padded - d)) * 2);
+      }
+    } else {
+      int64_t d = 0;
+      for (; d + N<T> <= padded; d += N<T>)
+        store(to + d, load_row<A<T>>(row + d * view.stride[3], view.stride[3], columns - d));
+      for (; d < padded; ++d) to[d] = A<T>(to_float(row[d * view.stride[3]]));
+    }
+  }
+  return {scratch, padded};
+}
+template <class T>
+inline Sideways<T> sideways(const View& view, int64_t columns, const T** rows, int64_t count,
+                            const Straight<T>& straight, E<T>* scratch) {
+  if constexpr (!kPairs<T>) {
+    return {straight.data, straight.ld};
+  } else {
+    const int64_t filled = round_up(columns, Format<T>::kRows);
+    for (int64_t j = 0; j < count; j += 2 * N<T>)
+      for (int64_t d = 0; d < filled; d += 2 * N<T>) {
+        Vec<float> low[N<T>], high[N<T>];  // pairs of columns [d, d + N) and [d + N, d + 2 N)
+        for (int r = 0; r < N<T>; ++r) {
+          int64_t k = j + 2 * r;
+          const T* first = k < count ? rows[k] : nullptr;
+          const T* second = k + 1 < count ? rows[k + 1] : nullptr;
+          interleave(first, second, view.stride[3], d, columns, low[r], high[r]);
+        }
+        transpose<float>(low);
+        transpose<float>(high);
+        float* to = reinterpret_cast<float*>(scratch + d * kBlock + j);
+        const int64_t left = filled - d;
+        for (int i = 0; i < N<T> && i < left; ++i) store(to + i * (kBlock / 2), low[i]);
+        for (int i = 0; i < N<T> && N<T> + i < left; ++i) store(to + (N<T> + i) * (kBlock / 2), high[i]);
+      }
+    return {scratch, kBlock};
+  }
+}
+
+template <class T>
+inline KeyBlock<T> make_block(const Problem<T>& problem, int64_t b, int64_t hk, int64_t begin, int64_t end,
+                              Use use, const KeyScratch<T>& scratch) {
+  const AttentionParams& p = problem.p;
+  const T* rows[kBlock];
+  const int64_t count = end - begin;
+  KeyBlock<T> block{begin, end, {}, {}, {}, {}};
+  bool null = key_rows(problem, p.key, p.D, b, hk, begin, end, rows);
+  const T* first = static_cast<const T*>(p.key.data) + offset(p.key, b, hk, begin);
+  block.key = straight(p.key, first, p.D, problem.depth, rows, count, null, scratch.key);
+  if (use == Use::backward) block.key_t = sideways(p.key, p.D, rows, count, block.key, scratch.key_t);
+  if (use == Use::scores) return block;
+  null = key_rows(problem, p.value, p.Dv, b, hk, begin, end, rows);
+  first = static_cast<const T*>(p.value.data) + offset(p.value, b, hk, begin);
+  if (scratch.value)
+    block.value = straight(p.value, first, p.Dv, problem.depth_v, rows, count, null, scratch.value);
+  if (use == Use::forward) block.value_t = sideways(p.value, p.Dv, rows, count, block.value, scratch.value_t);
+  return block;
+}
+
+}  // namespace
+}  // namespace fastattn::FASTATTN_ISA

@@ -1,0 +1,228 @@
+// What one call of attention asks for: its types, its options reduced to what kernels test, which keys a
+// query sees, and its query rows cut into tiles.
+#pragma once
+#include "attention.h"
+#include "gemm.h"
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+template <class T>
+struct FormatOf {
+  using type = Plain<float>;
+};
+template <>
+struct FormatOf<double> {
+  using type = Plain<double>;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct FormatOf<bf16> {
+  using type = Pair;
+};
+#endif
+template <int kBytes>
+struct UnsignedOf {
+  using type = uint32_t;
+};
+template <>
+struct UnsignedOf<8> {
+  using type = uint64_t;
+};
+
+// All function templates of attention are `inline`, although linkage does not need it: GCC then inlines them
+// as eagerly as members of a class, without which the backward is measurably slower.
+
+// The alphabet of these kernels. T is the dtype of query, key and value.
+template <class T>
+using Format = typename FormatOf<T>::type;  // how its products are formed
+template <class T>
+using E = typename Format<T>::Element;  // what products read
+template <class T>
+using A = typename Format<T>::Accumulator;  // what products are summed in; scores, weights, gradients
+template <class T>
+using V = Vec<A<T>>;  // N<T> of them
+template <class T>
+using Word = typename UnsignedOf<sizeof(A<T>)>::type;  // an unsigned integer for each of them
+template <class T>
+constexpr int N = kLanes<A<T>>;
+constexpr int NV = kColumns;  // vectors per tile
+template <class T>
+constexpr int kTile = NV * N<T>;  // query rows per tile
+constexpr int64_t kBlock = 128;   // keys per block: a 128 x 32 fp32 score tile is 16 KB, half of a small L1
+template <class T>
+constexpr bool kDirect = kSame<T, E<T>>;  // operands can be read where they lie
+template <class T>
+constexpr bool kPairs = Format<T>::kStep == 2;
+// Keys per tile are rounded to this: the depth of out^T += V^T P^T, and the rows of the scores.
+template <class T>
+constexpr int64_t kKeyStep = Format<T>::kDepth > Format<T>::kRows ? Format<T>::kDepth : Format<T>::kRows;
+template <class T>
+constexpr A<T> kInf = A<T>(__builtin_inf());
+
+FASTATTN_INLINE int64_t offset(const View& v, int64_t i0, int64_t i1 = 0, int64_t i2 = 0, int64_t i3 = 0) {
+  return i0 * v.stride[0] + i1 * v.stride[1] + i2 * v.stride[2] + i3 * v.stride[3];
+}
+
+// b, h, i, j are a batch, query head, query row and key; hk is a key/value head.
+template <class T>
+struct Problem {
+  const AttentionParams& p;
+  int64_t group;                  // query heads per key/value head
+  int64_t tiles_per_head, tiles;  // tiles of one key/value head, over all its query heads
+  bool flat;                      // short queries: a tile takes rows of several heads
+  int64_t depth, depth_v;         // D and Dv as padded for the products
+  int64_t key_begin, key_end;     // keys inside some query's band
+  bool masked;                    // some keys may be hidden by attn_mask or key_padding_mask
+  bool general;                   // scores need more than a positive scale (then they are transformed first)
+  Word<T> threshold;              // dropout drops words below it
+  A<T> keep_scale;
+
+  explicit Problem(const AttentionParams& params) : p(params) {
+    group = p.H / p.Hkv;
+    flat = p.L < kTile<T>;
+    tiles_per_head = (p.L + kTile<T> - 1) / kTile<T>;
+    tiles = flat ? (group * p.L + kTile<T> - 1) / kTile<T> : group * tiles_per_head;
+    depth = round_up(p.D, Format<T>::kDepth);
+    depth_v = round_up(p.Dv, Format<T>::kDepth);
+    int64_t lo, hi;
+    band(0, lo, hi);
+    key_begin = lo;
+    band(p.L - 1, lo, hi);
+    key_end = hi;
+    masked = p.mask.data || p.key_padding.data;
+    general = masked || p.alibi.data || p.softcap > 0 || !(p.scale > 0);
+    double limit = p.dropout_p * 4294967296.0 + 0.5;
+    threshold = limit >= 4294967295.0 ? Word<T>(4294967295u) : Word<T>(limit);
+    keep_scale = p.dropout_p < 1 ? A<T>(1 / (1 - p.dropout_p)) : A<T>(0);
+  }
+  bool has_dropout() const { return p.dropout_p > 0; }
+  // Keys [lo, hi) that the band leaves to query i; lo >= hi where it leaves none.
+  void band(int64_t i, int64_t& lo, int64_t& hi) const {
+    int64_t diagonal = i + p.offset;
+    lo = p.window_left < 0 ? 0 : min(max(diagonal - p.window_left, 0), p.S);
+    hi = p.window_right < 0 ? p.S : max(min(diagonal + min(p.window_right, p.S + p.L) + 1, p.S), 0);
+  }
+  bool mask_shows(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    const View &padding = p.key_padding, &mask = p.mask;
+    if (padding.data && !static_cast<const uint8_t*>(padding.data)[offset(padding, b, j)]) return false;
+    if (!mask.data) return true;
+    int64_t at = offset(mask, b, h, i, j);
+    if (mask.dtype == DType::boolean) return static_cast<const uint8_t*>(mask.data)[at];
+    if (mask.dtype == DType::f32) return static_cast<const float*>(mask.data)[at] != -__builtin_inff();
+    return to_float(static_cast<const T*>(mask.data)[at]) != -kInf<T>;
+  }
+  // Whether query (b, h, i) sees any key: by the masks and the band, never by a score's value.
+  bool row_sees(int64_t b, int64_t h, int64_t i) const {
+    int64_t lo, hi;
+    band(i, lo, hi);
+    if (lo >= hi || !masked) return lo < hi;
+    for (int64_t j = lo; j < hi; ++j)
+      if (mask_shows(b, h, i, j)) return true;
+    return false;
+  }
+  // Whether any query that reads key/value head hk sees key j.
+  bool key_is_seen(int64_t b, int64_t hk, int64_t j) const {
+    for (int64_t g = 0; g < group; ++g)
+      for (int64_t i = 0; i < p.L; ++i) {
+        int64_t lo, hi;
+        band(i, lo, hi);
+        if (j >= lo && j < hi && mask_shows(b, hk * group + g, i, j)) return true;
+      }
+    return false;
+  }
+};
+
+template <class T>
+struct Tile {
+  int count;  // rows in use; the lanes behind them repeat the last row's limits
+  int64_t b;
+  int64_t head[kTile<T>], row[kTile<T>];
+  Int<A<T>> lo[kTile<T>], hi[kTile<T>];  // visible band of each row
+  int64_t lo_min, lo_max, hi_min, hi_max;
+  bool seen[kTile<T>];
+  bool all_seen;  // no lane is empty or behind the last row
+  A<T> slope[kTile<T>], diagonal[kTile<T>];
+  Word<T> key1[kTile<T>], key2[kTile<T>];  // dropout: two words per row
+};
+
+inline uint64_t mix(uint64_t z) {
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return z ^ (z >> 31);
+}
+
+// Fills in a tile whose heads and rows are set.
+template <class T>
+inline void describe(const Problem<T>& problem, int64_t b, Tile<T>& tile) {
+  const AttentionParams& p = problem.p;
+  tile.b = b;
+  tile.lo_min = p.S, tile.lo_max = 0, tile.hi_min = p.S, tile.hi_max = 0;
+  tile.all_seen = true;
+  for (int r = 0; r < kTile<T>; ++r) {
+    const int64_t h = tile.head[r], i = tile.row[r];
+    int64_t lo, hi;
+    problem.band(i, lo, hi);
+    tile.lo[r] = Int<A<T>>(lo);
+    tile.hi[r] = Int<A<T>>(hi);
+    tile.lo_max = max(tile.lo_max, lo);
+    tile.hi_min = min(tile.hi_min, hi);
+    tile.seen[r] = r < tile.count && problem.row_sees(b, h, i);
+    tile.all_seen &= tile.seen[r];
+    if (lo < hi) {
+      tile.lo_min = min(tile.lo_min, lo);
+      tile.hi_max = max(tile.hi_max, hi);
+    }
+    if (p.alibi.data) {
+      tile.slope[r] = static_cast<const A<T>*>(p.alibi.data)[offset(p.alibi, b, h)];
+      tile.diagonal[r] = A<T>(i + p.offset);
+    }
+    if (problem.has_dropout()) {
+      uint64_t z = mix(p.seed + uint64_t((b * p.H + h) * p.L + i + 1) * 0x9E3779B97F4A7C15u);
+      tile.key1[r] = Word<T>(uint32_t(z));
+      tile.key2[r] = Word<T>(uint32_t(z >> 32));
+    }
+  }
+}
+// Rows [first, first + kTile) of one query head.
+template <class T>
+inline void make_tile_of_head(const Problem<T>& problem, int64_t b, int64_t h, int64_t first, Tile<T>& tile) {
+  tile.count = int(min(kTile<T>, problem.p.L - first));
+  for (int r = 0; r < kTile<T>; ++r) {
+    tile.head[r] = h;
+    tile.row[r] = first + min(r, tile.count - 1);
+  }
+  describe(problem, b, tile);
+}
+// Tile t of key/value head hk.
+template <class T>
+inline void make_tile(const Problem<T>& problem, int64_t b, int64_t hk, int64_t t, Tile<T>& tile) {
+  const int64_t L = problem.p.L, per_head = problem.tiles_per_head;
+  if (!problem.flat)
+    return make_tile_of_head(problem, b, hk * problem.group + t / per_head, t % per_head * kTile<T>, tile);
+  tile.count = int(min(kTile<T>, problem.group * L - t * kTile<T>));
+  for (int r = 0; r < kTile<T>; ++r) {
+    int64_t at = t * kTile<T> + min(r, tile.count - 1);
+    tile.head[r] = hk * problem.group + at / L;
+    tile.row[r] = at % L;
+  }
+  describe(problem, b, tile);
+}
+
+// 1 / (1 - p) where dropout keeps key j for the rows of vector v, else 0.
+template <class T>
+FASTATTN_INLINE V<T> dropout_keep(const Problem<T>& problem, const Tile<T>& tile, int v, int64_t j) {
+  using VU = Vec<Word<T>>;
+  constexpr Word<T> kWord = Word<T>(0xffffffffu);
+  VU x = (Word<T>(uint32_t(j) * 0x9E3779B9u) + load(tile.key1 + v * N<T>)) & kWord;
+  x ^= x >> 16;
+  x = (x * Word<T>(0x85EBCA6Bu)) & kWord;
+  x ^= load(tile.key2 + v * N<T>);
+  x ^= x >> 13;
+  x = (x * Word<T>(0xC2B2AE35u)) & kWord;
+  x ^= x >> 16;
+  return x >= VU{} + problem.threshold ? V<T>{} + problem.keep_scale : V<T>{};
+}
+
+}  // namespace
+}  // namespace fastattn::FASTATTN_ISA

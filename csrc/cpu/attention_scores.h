@@ -1,0 +1,238 @@
+// Scores of a tile of query rows against a block of keys: products, scale, softcap, ALiBi, masks, bands.
+#pragma once
+#include "attention_pack.h"
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+// One vector of a mask row: booleans as 0 or -inf, numbers as they are.
+template <class T, class M>
+FASTATTN_INLINE V<T> load_mask(const M* m, int64_t stride, int64_t count) {
+  if constexpr (kSame<M, uint8_t>) {
+    uint8_t buffer[N<T>];
+    if (stride == 1 && count >= N<T>) {
+      __builtin_memcpy(buffer, m, N<T>);
+    } else {
+      for (int i = 0; i < N<T>; ++i) buffer[i] = i < count ? m[i * stride] : 0;
+    }
+    typedef uint8_t Bytes __attribute__((vector_size(N<T>)));
+    Bytes bytes;
+    __builtin_memcpy(&bytes, buffer, N<T>);
+    Vec<Int<A<T>>> shown = __builtin_convertvector(bytes, Vec<Int<A<T>>>);
+    return shown != 0 ? V<T>{} : V<T>{} - kInf<T>;
+  } else if constexpr (sizeof(A<T>) == 8 && sizeof(M) == 4) {
+    V<T> v{};
+    for (int i = 0; i < N<T> && i < count; ++i) v[i] = A<T>(m[i * stride]);
+    return v;
+  } else {
+    return load_row<A<T>>(m, stride, count);
+  }
+}
+
+template <class T>
+constexpr A<T> kLargest = sizeof(A<T>) == 8 ? A<T>(0x1p1023) : A<T>(0x1p127);
+// A mask value in log2 units. Only -inf hides: the most negative finite values must not become it.
+template <class T>
+FASTATTN_INLINE V<T> to_log2(V<T> mask) {
+  const auto low = mask < -kLargest<T>, finite = mask != -kInf<T>;
+  return (low & finite) ? V<T>{} - kLargest<T> : mask * A<T>(kLog2e);
+}
+
+// Fills bias[key - begin][kTile] with the mask in log2 units (-inf = hidden). Returns bit 0: something is
+// visible, bit 1: something is hidden or biased.
+template <class M, class T>
+inline int fill_mask_tile(const Problem<T>& problem, const Tile<T>& tile, int64_t begin, int64_t end,
+                          A<T>* bias) {
+  const AttentionParams& p = problem.p;
+  const View& mask = p.mask;
+  const M* data = static_cast<const M*>(mask.data);
+  const int64_t keys = end - begin;
+  auto units = [](V<T> m) { return kSame<M, uint8_t> ? m : to_log2<T>(m); };
+  if (!data) {
+    for (int64_t x = 0; x < keys * kTile<T>; x += N<T>) store(bias + x, V<T>{});
+  } else if (mask.stride[2] == 0 && (!problem.flat || mask.stride[1] == 0)) {
+    const M* row = data + offset(mask, tile.b, tile.head[0], 0, begin);
+    for (int64_t j = 0; j < keys; ++j) {
+      V<T> value = V<T>{} + units(load_mask<T>(row + j * mask.stride[3], 1, 1))[0];
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) store(bias + j * kTile<T> + v * N<T>, value);
+    }
+  } else {
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) {
+      const M* row[N<T>];
+      for (int r = 0; r < N<T>; ++r)
+        row[r] = data + offset(mask, tile.b, tile.head[v * N<T> + r], tile.row[v * N<T> + r], begin);
+      for (int64_t j = 0; j < keys; j += N<T>) {
+        V<T> block[N<T>];
+        for (int r = 0; r < N<T>; ++r)
+          block[r] = units(load_mask<T>(row[r] + j * mask.stride[3], mask.stride[3], keys - j));
+        transpose<A<T>>(block);
+        for (int i = 0; i < N<T> && j + i < keys; ++i) store(bias + (j + i) * kTile<T> + v * N<T>, block[i]);
+      }
+    }
+  }
+  if (p.key_padding.data) {
+    const uint8_t* shown = static_cast<const uint8_t*>(p.key_padding.data);
+    for (int64_t j = 0; j < keys; ++j)
+      if (!shown[offset(p.key_padding, tile.b, begin + j)])
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; ++v) store(bias + j * kTile<T> + v * N<T>, V<T>{} - kInf<T>);
+  }
+  Vec<Int<A<T>>> visible{}, altered{};
+  for (int64_t x = 0; x < keys * kTile<T>; x += N<T>) {
+    V<T> value = load(bias + x);
+    visible |= value != -kInf<T>;
+    altered |= value != 0;
+  }
+  return int(any(visible)) | int(any(altered)) << 1;
+}
+template <class T>
+inline int mask_tile(const Problem<T>& problem, const Tile<T>& tile, int64_t begin, int64_t end, A<T>* bias) {
+  if (problem.p.mask.dtype == DType::boolean || !problem.p.mask.data)
+    return fill_mask_tile<uint8_t>(problem, tile, begin, end, bias);
+  if (problem.p.mask.dtype == DType::f32) return fill_mask_tile<float>(problem, tile, begin, end, bias);
+  return fill_mask_tile<T>(problem, tile, begin, end, bias);
+}
+
+// The part of a block that a tile visits: [begin, end) rounded to what products need, relative to the block.
+struct Span {
+  int64_t begin, end;
+};
+template <class T>
+inline Span span_of(const KeyBlock<T>& block, const Tile<T>& tile) {
+  int64_t begin = max(block.begin, tile.lo_min), end = min(block.end, tile.hi_max);
+  if (begin >= end) return {0, 0};
+  return {round_down(begin - block.begin, kKeyStep<T>), round_up(end - block.begin, kKeyStep<T>)};
+}
+
+// Scores of one tile and key block on their way: scores[key - block.begin][kTile] for the keys of the span.
+template <class T>
+struct Scores {
+  A<T>* scores;
+  A<T>* bias;
+  Span span;
+  int64_t block_begin;
+  int64_t begin, end;  // keys of the span that exist
+  int content;         // what mask_tile says
+  A<T> factor;         // the score in log2 units is scores * factor
+
+  void take(Arena& arena, const Problem<T>& problem) {
+    scores = arena.take<A<T>>(kBlock * kTile<T>);
+    bias = problem.masked ? arena.take<A<T>>(kBlock * kTile<T>) : nullptr;
+  }
+  // False where the tile sees nothing of the block.
+  bool start(const Problem<T>& problem, const Tile<T>& tile, const KeyBlock<T>& block) {
+    span = span_of(block, tile);
+    if (span.begin >= span.end) return false;
+    block_begin = block.begin;
+    begin = block.begin + span.begin;
+    end = min(block.begin + span.end, block.end);
+    content = problem.masked ? mask_tile(problem, tile, begin, end, bias) : 1;
+    return content & 1;
+  }
+  // The products of keys [from, to) of the block.
+  void multiply(const Problem<T>& problem, const E<T>* query_panel, const KeyBlock<T>& block, int64_t from,
+                int64_t to) {
+    Format<T>::scores(to - from, problem.depth, block.key.data + from * block.key.ld, block.key.ld,
+                      query_panel, scores + from * kTile<T>);
+  }
+  // From q.k to log2 units (up to `factor`) with hidden scores at -inf. `bend` receives d(capped score) /
+  // d(scaled score) where there is a softcap.
+  void transform(const Problem<T>& problem, const Tile<T>& tile, A<T>* bend) {
+    const AttentionParams& p = problem.p;
+    A<T>* rows = scores + span.begin * kTile<T>;
+    const int64_t keys = span.end - span.begin;
+    factor = A<T>(p.scale * kLog2e);
+    if (problem.general) {
+      const A<T> scale = A<T>(p.scale), cap = A<T>(p.softcap);
+      const A<T> inverse_cap = cap > 0 ? A<T>(1) / cap : A<T>(0);
+      for (int64_t j = 0; j < end - begin; ++j)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; ++v) {
+          A<T>* at = rows + j * kTile<T> + v * N<T>;
+          V<T> s = load(at) * scale;
+          if (cap > 0) {
+            V<T> t = tanh(s * inverse_cap);
+            s = t * cap;
+            if (bend) store(bend + (span.begin + j) * kTile<T> + v * N<T>, A<T>(1) - t * t);
+          }
+          s *= A<T>(kLog2e);
+          if (p.alibi.data) {
+            V<T> distance = load(tile.diagonal + v * N<T>) - A<T>(begin + j);
+            distance = distance < 0 ? -distance : distance;
+            s -= load(tile.slope + v * N<T>) * distance * A<T>(kLog2e);
+          }
+          if (content & 2) {
+            V<T> m = load(bias + j * kTile<T> + v * N<T>);
+            s = m == -kInf<T> ? m : s + m;
+          }
+          store(at, s);
+        }
+      if (bend)  // dS is 0 in the rows behind the last key; so must be what it is multiplied with
+        for (int64_t x = (end - block_begin) * kTile<T>; x < span.end * kTile<T>; x += N<T>)
+          store(bend + x, V<T>{});
+      factor = 1;
+    }
+    // Keys that some lane's band does not include.
+    using VI = Vec<Int<A<T>>>;
+    for (int64_t j = 0; j < keys; ++j) {
+      const int64_t key = begin + j;
+      if (key >= tile.lo_max && key < tile.hi_min) {
+        j = min(keys, tile.hi_min - begin) - 1;
+        continue;
+      }
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) {
+        A<T>* at = rows + j * kTile<T> + v * N<T>;
+        VI position = VI{} + Int<A<T>>(key);
+        VI shown = (position >= load(tile.lo + v * N<T>)) & (position < load(tile.hi + v * N<T>));
+        store(at, shown ? load(at) : V<T>{} - kInf<T>);
+      }
+    }
+  }
+};
+template <class T>
+inline bool score_tile(const Problem<T>& problem, const Tile<T>& tile, const E<T>* query_panel,
+                       const KeyBlock<T>& block, Scores<T>& s, A<T>* bend) {
+  if (!s.start(problem, tile, block)) return false;
+  s.multiply(problem, query_panel, block, s.span.begin, s.span.end);
+  s.transform(problem, tile, bend);
+  return true;
+}
+
+// The way back: stores or adds values[keys][kTile] at the tile's rows of a (B, H, L, S) tensor, from key
+// `begin` on.
+template <class M, class T>
+inline void put_tile_as(const View& view, const Tile<T>& tile, int64_t begin, int64_t keys,
+                        const A<T>* values, bool add) {
+  M* data = static_cast<M*>(view.data);
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v)
+    for (int64_t j = 0; j < keys; j += N<T>) {
+      V<T> block[N<T>];
+      for (int i = 0; i < N<T>; ++i)
+        block[i] = j + i < keys ? load(values + (j + i) * kTile<T> + v * N<T>) : V<T>{};
+      transpose<A<T>>(block);
+      for (int i = 0; i < N<T>; ++i) {
+        int r = v * N<T> + i;
+        if (r >= tile.count) break;
+        M* to = data + offset(view, tile.b, tile.head[r], tile.row[r], begin + j);
+        if constexpr (sizeof(A<T>) == 8 && sizeof(M) == 4) {
+          for (int64_t k = 0; k < min(N<T>, keys - j); ++k) to[k] = M(A<T>(to[k]) * A<T>(add) + block[i][k]);
+        } else {
+          if (add) block[i] += load_row<A<T>>(to, 1, keys - j);
+          store_row<A<T>>(to, 1, keys - j, block[i]);
+        }
+      }
+    }
+}
+template <class T>
+inline void put_tile(const View& view, const Tile<T>& tile, int64_t begin, int64_t keys, const A<T>* values,
+                     bool add) {
+  if (view.dtype == DType::f32) return put_tile_as<float>(view, tile, begin, keys, values, add);
+  put_tile_as<T>(view, tile, begin, keys, values, add);
+}
+
+}  // namespace
+}  // namespace fastattn::FASTATTN_ISA

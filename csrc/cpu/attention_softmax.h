@@ -1,0 +1,274 @@
+// The softmax of a tile as blocks of keys go by, and the way from its log-sum-exp back to weights.
+#pragma once
+#include "attention_scores.h"
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+// Of one tile. Weights are 2^(score - reference). The reference is an integer, so that rescaling is exact; it
+// is the rounded-up maximum of the first block and moves only when a later score exceeds it by more than
+// kHeadroom (a weight of 2^16 costs no precision), so that the maximum is found in the same pass that forms
+// the weights.
+template <class T>
+struct State {
+  V<T> reference[NV], sum[NV];
+  bool started;  // the reference comes from scores
+  bool coarse;   // references are small enough for exp2_coarse
+  A<T>* out;     // out^T [Dv][kTile]
+};
+constexpr float kHeadroom = 16;
+// What one block adds to a state.
+template <class T>
+struct Added {
+  V<T> sum[NV], top[NV];
+  FASTATTN_INLINE void clear() {
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) sum[v] = V<T>{}, top[v] = V<T>{} - kInf<T>;
+  }
+};
+
+template <class Vector>
+FASTATTN_INLINE Vector finite_or_zero(Vector m) {
+  return m == -__builtin_inff() ? Vector{} : m;
+}
+
+template <class T>
+inline void set_coarse(State<T>& state) {
+  state.coarse = kPairs<T>;
+  if constexpr (kPairs<T>)
+    for (int v = 0; v < NV; ++v) {
+      V<T> reference = finite_or_zero(state.reference[v]);
+      state.coarse &= !any((reference > A<T>(1 << 20)) | (reference < A<T>(-(1 << 20))));
+    }
+}
+
+// Moves the reference to cover the scores of the span and rescales what has been summed.
+template <class T>
+inline void raise_reference(const Problem<T>& problem, const Scores<T>& s, State<T>& state) {
+  V<T> top[NV];
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v) top[v] = V<T>{} - kInf<T>;
+  for (int64_t j = s.span.begin; j < s.span.end; ++j)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) top[v] = maximum(top[v], load(s.scores + j * kTile<T> + v * N<T>));
+  for (int v = 0; v < NV; ++v) {
+    V<T> reference = maximum(state.reference[v], ceil(top[v] * s.factor));
+    if (state.started && any(reference != state.reference[v])) {
+      V<T> alpha = exp2<>(state.reference[v] - finite_or_zero(reference));
+      state.sum[v] *= alpha;
+      for (int64_t d = 0; d < problem.p.Dv; ++d) {
+        A<T>* at = state.out + d * kTile<T> + v * N<T>;
+        store(at, load(at) * alpha);
+      }
+    }
+    state.reference[v] = reference;
+  }
+  state.started = true;
+  set_coarse(state);
+}
+
+// P^T of keys [from, to) of the span: into `weights` as pairs, or over the scores.
+template <bool kCoarse, class T>
+inline void weigh_span(const Problem<T>& problem, const Tile<T>& tile, const Scores<T>& s, int64_t from,
+                       int64_t to, E<T>* weights, const State<T>& state, Added<T>& added) {
+  V<T> shift[NV], sum[NV], top[NV];
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v)
+    shift[v] = finite_or_zero(state.reference[v]), sum[v] = added.sum[v], top[v] = added.top[v];
+  const bool dropout = problem.has_dropout();
+  const A<T> factor = s.factor;
+  constexpr int kUnroll = kPairs<T> ? 2 : 1;
+  for (int64_t j = from; j < to; j += kUnroll) {
+    V<T> p[kUnroll][NV];
+#pragma GCC unroll 2
+    for (int u = 0; u < kUnroll; ++u)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) {
+        V<T> score = load(s.scores + (j + u) * kTile<T> + v * N<T>);
+        top[v] = maximum(top[v], score);
+        if constexpr (kCoarse)
+          p[u][v] = exp2_coarse(score, factor, shift[v]);
+        else
+          p[u][v] = exp2<>(score * factor - shift[v]);
+        sum[v] += p[u][v];
+      }
+    if (dropout)
+#pragma GCC unroll 2
+      for (int u = 0; u < kUnroll; ++u)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; ++v) p[u][v] *= dropout_keep(problem, tile, v, s.block_begin + j + u);
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) {
+      if constexpr (kPairs<T>)
+        store_pair(weights + j * kTile<T> + v * 2 * N<T>, p[0][v], p[1][v]);
+      else
+        store(s.scores + j * kTile<T> + v * N<T>, p[0][v]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v) added.sum[v] = sum[v], added.top[v] = top[v];
+}
+template <class T>
+inline void weigh(const Problem<T>& problem, const Tile<T>& tile, const Scores<T>& s, int64_t from,
+                  int64_t to, E<T>* weights, const State<T>& state, Added<T>& added) {
+  if constexpr (kPairs<T>)
+    if (state.coarse) return weigh_span<true>(problem, tile, s, from, to, weights, state, added);
+  weigh_span<false>(problem, tile, s, from, to, weights, state, added);
+}
+// Takes over what a block added; false where a score exceeds the headroom and the block must be weighed
+// again.
+template <class T>
+inline bool accept(const Scores<T>& s, State<T>& state, const Added<T>& added) {
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v)
+    if (any(added.top[v] * s.factor > state.reference[v] + kHeadroom)) return false;
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v) state.sum[v] += added.sum[v];
+  return true;
+}
+// The whole span of a block whose scores stand, after its reference has been raised.
+template <class T>
+inline void weigh_again(const Problem<T>& problem, const Tile<T>& tile, const Scores<T>& s, E<T>* weights,
+                        State<T>& state) {
+  raise_reference(problem, s, state);
+  Added<T> added;
+  added.clear();
+  weigh(problem, tile, s, s.span.begin, s.span.end, weights, state, added);
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v) state.sum[v] += added.sum[v];
+}
+
+// Rows [from, to) of out^T += V^T P^T.
+template <class T>
+inline void add_values(const KeyBlock<T>& block, Span span, const E<T>* weights, int64_t from, int64_t to,
+                       A<T>* out) {
+  Format<T>::outputs(to - from, span.end - span.begin, block.value_t.at(from, span.begin), block.value_t.ld,
+                     weights + span.begin * kTile<T>, out + from * kTile<T>);
+}
+
+// The sink of head h in log2 units.
+template <class T>
+inline A<T> sink(const AttentionParams& p, int64_t h) {
+  int64_t at = h * p.sinks.stride[0];
+  if (p.sinks.dtype == DType::f32) return A<T>(static_cast<const float*>(p.sinks.data)[at]) * A<T>(kLog2e);
+  return A<T>(to_float(static_cast<const T*>(p.sinks.data)[at])) * A<T>(kLog2e);
+}
+
+template <class T>
+inline void start_state(const Problem<T>& problem, const Tile<T>& tile, bool with_sink, State<T>& state) {
+  state.started = problem.p.sinks.data && with_sink;
+  for (int v = 0; v < NV; ++v) {
+    state.reference[v] = V<T>{} - kInf<T>;
+    state.sum[v] = V<T>{};
+    if (problem.p.sinks.data && with_sink) {
+      V<T> level;
+      for (int i = 0; i < N<T>; ++i) level[i] = sink<T>(problem.p, tile.head[v * N<T> + i]);
+      state.reference[v] = ceil(level);
+      state.sum[v] = exp2<>(level - finite_or_zero(state.reference[v]));
+    }
+  }
+  set_coarse(state);
+}
+
+// ln(2) (reference + log2(sum)). A mask value too large for log2 units has been cut off at kLargest; its
+// log-sum-exp is the most negative finite number.
+template <class T>
+FASTATTN_INLINE V<T> natural_lse(V<T> reference, V<T> sum) {
+  constexpr A<T> kLowest = sizeof(A<T>) == 8 ? A<T>(-__DBL_MAX__) : A<T>(-__FLT_MAX__);
+  V<T> lse = (reference + log2<A<T>>(sum)) * A<T>(kLn2);
+  const auto low = reference <= -kLargest<T>, finite = reference != -kInf<T>;
+  lse = (low & finite) ? V<T>{} + kLowest : lse;
+  return sum == 0 ? V<T>{} - kInf<T> : lse;
+}
+
+// Writes the rows of a finished tile: out = out^T / sum, lse = ln(2) (reference + log2(sum)).
+template <class T>
+inline void finish_tile(const Problem<T>& problem, const Tile<T>& tile, State<T>& state) {
+  const AttentionParams& p = problem.p;
+  V<T> inverse[NV];
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v) {
+    inverse[v] = A<T>(1) / state.sum[v];
+    if (!tile.all_seen)
+      for (int i = 0; i < N<T>; ++i)
+        if (!tile.seen[v * N<T> + i]) inverse[v][i] = 0;
+  }
+  T* out = static_cast<T*>(p.out.data);
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v)
+    for (int64_t d = 0; d < p.Dv; d += N<T>) {
+      V<T> block[N<T>];
+      if (d + N<T> <= p.Dv)
+#pragma GCC unroll 16
+        for (int i = 0; i < N<T>; ++i)
+          block[i] = load(state.out + (d + i) * kTile<T> + v * N<T>) * inverse[v];
+      else
+        for (int i = 0; i < N<T>; ++i)
+          block[i] = d + i < p.Dv ? load(state.out + (d + i) * kTile<T> + v * N<T>) * inverse[v] : V<T>{};
+      transpose<A<T>>(block);
+      if (tile.all_seen && d + N<T> <= p.Dv) {
+#pragma GCC unroll 16
+        for (int i = 0; i < N<T>; ++i)
+          round_store(out + offset(p.out, tile.b, tile.head[v * N<T> + i], tile.row[v * N<T> + i], d),
+                      block[i]);
+        continue;
+      }
+      for (int i = 0; i < N<T>; ++i) {
+        int r = v * N<T> + i;
+        if (r >= tile.count) break;
+        T* row = out + offset(p.out, tile.b, tile.head[r], tile.row[r]);
+        store_row<A<T>>(row + d, 1, p.Dv - d, tile.seen[r] ? block[i] : V<T>{});
+      }
+    }
+  A<T>* lse = static_cast<A<T>*>(p.lse.data);
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v) {
+    const V<T> level = natural_lse<T>(state.reference[v], state.sum[v]);
+    for (int i = 0; i < N<T> && v * N<T> + i < tile.count; ++i)
+      lse[(tile.b * p.H + tile.head[v * N<T> + i]) * p.L + tile.row[v * N<T> + i]] = level[i];
+  }
+}
+
+// What turns scores back into weights: 2^(score - reference - log_sum). The log-sum-exp alone says it
+// (reference 0), except where it is so large that its last bit is not small: a row that is finfo.min
+// everywhere has equal weights, but its log-sum-exp cannot hold the logarithm of their number. Such rows are
+// summed once more.
+template <class T>
+struct Level {
+  V<T> reference[NV], log_sum[NV];
+};
+template <class T>
+inline void find_level(const Problem<T>& problem, const Tile<T>& tile, const E<T>* query_panel, Arena& arena,
+                       const KeyScratch<T>& key_scratch, Scores<T>& s, Level<T>& level) {
+  const A<T>* lse = static_cast<const A<T>*>(problem.p.lse.data);
+  bool large = false;
+  for (int r = 0; r < kTile<T>; ++r) {
+    A<T> value = kInf<T>;  // rows that see nothing: their weights are 0
+    if (tile.seen[r])
+      value = lse[(tile.b * problem.p.H + tile.head[r]) * problem.p.L + tile.row[r]] * A<T>(kLog2e);
+    // Nor may the change of units make a finite log-sum-exp infinite.
+    if (tile.seen[r]) large |= value - value != 0 || value > A<T>(1 << 20) || value < -A<T>(1 << 20);
+    level.reference[r / N<T>][r % N<T>] = 0;
+    level.log_sum[r / N<T>][r % N<T>] = value;
+  }
+  if (!large) return;
+  State<T> state;
+  state.out = arena.take_zero<A<T>>(round_up(problem.p.Dv, Format<T>::kRows) * kTile<T>);
+  E<T>* weights = kPairs<T> ? arena.take<E<T>>(kBlock * kTile<T>) : nullptr;
+  start_state(problem, tile, true, state);
+  for (int64_t begin = round_down(tile.lo_min, kBlock); begin < tile.hi_max; begin += kBlock) {
+    KeyBlock<T> block = make_block(problem, tile.b, tile.head[0] / problem.group, begin,
+                                   min(begin + kBlock, problem.p.S), Use::scores, key_scratch);
+    if (score_tile(problem, tile, query_panel, block, s, nullptr))
+      weigh_again(problem, tile, s, weights, state);
+  }
+  for (int v = 0; v < NV; ++v) {
+    level.reference[v] = finite_or_zero(state.reference[v]);
+    V<T> log_sum = log2<A<T>>(state.sum[v]);
+    log_sum = state.sum[v] == 0 ? V<T>{} - kInf<T> : log_sum;
+    level.log_sum[v] = level.log_sum[v] == kInf<T> ? level.log_sum[v] : log_sum;
+  }
+}
+
+}  // namespace
+}  // namespace fastattn::FASTATTN_ISA

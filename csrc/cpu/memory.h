@@ -1,0 +1,96 @@
+// Memory of the CPU kernels: scratch of one thread, and buffers that the tasks of one call share.
+#pragma once
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "simd.h"
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+// Scratch memory of one thread. A small arena stays with its thread between calls, a large one is returned.
+class Arena {
+ public:
+  ~Arena() { release(); }
+  template <class E>
+  E* take(int64_t count) {
+    size_t bytes = size_t(round_up(count * int64_t(sizeof(E)), 64));
+    if (used_ + bytes > capacity_) grow(bytes);
+    char* p = base_ + used_;
+    used_ += bytes;
+    return reinterpret_cast<E*>(p);
+  }
+  template <class E>
+  E* take_zero(int64_t count) {
+    E* p = take<E>(count);
+    std::memset(static_cast<void*>(p), 0, size_t(count) * sizeof(E));
+    return p;
+  }
+  // Everything taken since construction of the scope goes back when it ends.
+  struct Scope {
+    Arena& arena;
+    explicit Scope(Arena& a) : arena(a) {}
+    ~Scope() { arena.reset(); }
+  };
+
+ private:
+  static constexpr size_t kKeep = size_t(4) << 20;
+  struct Block {
+    Block* previous;
+  };
+  void grow(size_t bytes) {
+    size_t capacity = 2 * capacity_ > bytes + 64 ? 2 * capacity_ : bytes + 64;
+    if (capacity < (size_t(1) << 16)) capacity = size_t(1) << 16;
+    if (capacity > 2 * kKeep) capacity = bytes + 64;
+    void* memory = std::aligned_alloc(64, size_t(round_up(int64_t(capacity), 64)));
+    if (!memory) throw std::bad_alloc();
+    auto* block = static_cast<Block*>(memory);
+    block->previous = last_;
+    last_ = block;
+    base_ = static_cast<char*>(memory);
+    capacity_ = capacity;
+    used_ = 64;
+  }
+  void reset() {
+    if (last_ && (last_->previous || capacity_ > kKeep)) return release();
+    used_ = last_ ? 64 : 0;
+  }
+  void release() {
+    while (last_) {
+      Block* previous = last_->previous;
+      std::free(last_);
+      last_ = previous;
+    }
+    base_ = nullptr;
+    capacity_ = used_ = 0;
+  }
+  Block* last_ = nullptr;
+  char* base_ = nullptr;
+  size_t capacity_ = 0, used_ = 0;
+};
+
+inline Arena& thread_arena() {
+  static thread_local Arena arena;
+  return arena;
+}
+
+// Memory that the tasks of one call share.
+template <class E>
+class Buffer {
+ public:
+  explicit Buffer(int64_t count)
+      : data_(count ? static_cast<E*>(std::malloc(size_t(count) * sizeof(E))) : nullptr) {
+    if (count && !data_) throw std::bad_alloc();
+  }
+  Buffer(const Buffer&) = delete;
+  ~Buffer() { std::free(data_); }
+  E* data() const { return data_; }
+
+ private:
+  E* data_;
+};
+
+}  // namespace
+}  // namespace fastattn::FASTATTN_ISA
