@@ -26,9 +26,8 @@ BUILD = Path("build/native")  # kept between installs: the next one compiles onl
 OLDEST_TORCH = (2, 11)  # the binary runs under every torch from this one on
 INTROSPECTION = f"_introspection{sysconfig.get_config_var('EXT_SUFFIX')}"
 
-# Every file of csrc/cpu except isa and dispatch is compiled for each of these, weakest first. The linker keeps
-# the first of several equal inline functions, so in this order none that was compiled for a newer processor can
-# end up in the path of an older one.
+# csrc/cpu, except isa and dispatch, is compiled for each of these, weakest first. The linker keeps the first
+# of several equal inline functions: in this order none for a newer processor ends up in the path of an older.
 AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mfma -mf16c -mprefer-vector-width=512"
 X86_64 = {
     "baseline": "",
@@ -115,11 +114,6 @@ def plan(isas, introspection):
     return "\n".join([*lines, ""])
 
 
-def write(path, text):
-    if not path.exists() or path.read_text() != text:  # an unchanged file must not make ninja rebuild
-        path.write_text(text)
-
-
 class BuildNative(build_ext):
     def run(self):
         package = Path("." if self.inplace or self.editable_mode else self.build_lib, "fastattn")
@@ -151,8 +145,11 @@ class BuildNative(build_ext):
         info["oldest_torch"] = ".".join(map(str, OLDEST_TORCH))
         entries = ", ".join(f'{{"{key}", R"({value})"}}' for key, value in info.items())
         config = f"#pragma once\n#define FASTATTN_ISAS(X) {' '.join(f'X({isa})' for isa in isas)}\n"
-        write(BUILD / "build_config.h", f"{config}#define FASTATTN_BUILD_INFO {{{entries}}}\n")
-        write(BUILD / "build.ninja", plan(isas, introspection))
+        config += f"#define FASTATTN_BUILD_INFO {{{entries}}}\n"
+        header = BUILD / "build_config.h"
+        if not header.exists() or header.read_text() != config:  # ninja goes by its age
+            header.write_text(config)
+        (BUILD / "build.ninja").write_text(plan(isas, introspection))
         summary = f"CPU kernels for {', '.join(isas)}; no CUDA; {info['compiler']}; torch {TORCH_VERSION}"
         print(f"fastattn: {summary}; left out: {', '.join(left_out) or 'nothing'}", flush=True)
         jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []

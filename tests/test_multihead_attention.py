@@ -309,6 +309,43 @@ def test_float32_mask_beside_half_precision_in_every_mode():
     torch.testing.assert_close(ours(x, x, x, attn_mask=bias, need_weights=False)[0], with_weights)
 
 
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("value", [-INF, -1.5])
+def test_mask_dtypes_are_accepted_as_in_torch_whatever_the_masks_hold(value, need_weights):
+    theirs, ours = make_pair(torch.float32)
+    x = torch.randn(L, N, E)
+    hidden = torch.ones(L, L, dtype=torch.bool).triu(1)
+    padding = torch.zeros(N, L)
+    padding[1, -1] = value
+    bias = torch.randn(L, L)
+    dtypes = (None, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    accepted = 0
+    for mask_dtype, padding_dtype in itertools.product(dtypes, repeat=2):
+        masks = {
+            "attn_mask": None if mask_dtype is None else (hidden if mask_dtype == torch.bool else bias),
+            "key_padding_mask": None if padding_dtype is None else padding,
+        }
+        masks = {
+            name: m if m is None else m.to(dtype)
+            for (name, m), dtype in zip(masks.items(), (mask_dtype, padding_dtype), strict=True)
+        }
+        results = []
+        for module in (theirs, ours):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                try:
+                    results.append(module(x, x, x, need_weights=need_weights, **masks)[0])
+                except RuntimeError as error:
+                    results.append(type(error))
+        want, got = results
+        if isinstance(want, type):
+            assert got is want, masks
+        else:
+            torch.testing.assert_close(got, want)
+            accepted += 1
+    assert accepted > 10
+
+
 def test_any_strides():
     _, ours = make_pair(batch_first=True)
     query, key, value = (x.detach() for x in make_inputs(ours, "batch first"))

@@ -338,6 +338,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         as large as that.
         """
         N, L, S = sizes
+        merged = _merged_dtype(attn_mask, key_padding_mask, dtype)
         # An appended key must stay visible to the first queries: there the causal mask has to be spelled out.
         # The hint is looked at last, because inside a compiled nn.TransformerEncoder it is not a known value.
         readable = attn_mask is not None and not self._appended_keys and _may_read(attn_mask)
@@ -348,15 +349,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         if attn_mask is not None:
             if attn_mask.dim() == 3:
                 attn_mask = attn_mask.unflatten(0, (N, self.num_heads))
-            if attn_mask.dtype == torch.bool:
-                attn_mask = ~attn_mask
+            attn_mask = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask.to(merged)
         if key_padding_mask is not None:
             if key_padding_mask.dtype == torch.bool:
                 key_padding_mask = ~key_padding_mask
             elif _hides_or_keeps(key_padding_mask):
                 key_padding_mask = key_padding_mask == 0
             else:
-                bias = key_padding_mask.view(N, 1, 1, S)
+                bias = key_padding_mask.view(N, 1, 1, S).to(merged)
                 if attn_mask is None:
                     attn_mask = bias
                 elif attn_mask.dtype == torch.bool:
@@ -369,13 +369,6 @@ class MultiheadAttention(nn.MultiheadAttention):
                 None if m is None else F.pad(m, (0, self._appended_keys), value=float(m.dtype == torch.bool))
                 for m in (attn_mask, key_padding_mask)
             )
-        if attn_mask is not None and attn_mask.dtype not in (torch.bool, dtype, torch.float32):
-            if not torch.is_autocast_enabled(attn_mask.device.type):
-                raise RuntimeError(
-                    f"attn_mask and key_padding_mask must be boolean, {dtype} like the projected query, "
-                    f"or torch.float32, but merge to {attn_mask.dtype}"
-                )
-            attn_mask = attn_mask.to(dtype)
         return attn_mask, key_padding_mask, is_causal
 
     def _nested_self_attention(self, query, key, value, need_weights, average_attn_weights):
@@ -422,6 +415,25 @@ def _check_mask_dtypes(key_padding_mask, attn_mask):
             "Use same type for both instead.",
             stacklevel=3,
         )
+
+
+def _merged_dtype(attn_mask, key_padding_mask, dtype):
+    """The dtype of the one mask that both would make, where a boolean one counts as `dtype`, the query's.
+
+    As in torch, it and nothing else decides which dtypes go together: not what the masks hold.
+    """
+    masks = (m for m in (attn_mask, key_padding_mask) if m is not None)
+    dtypes = [dtype if m.dtype == torch.bool else m.dtype for m in masks] or [dtype]
+    merged = torch.promote_types(dtypes[0], dtypes[-1])
+    if merged in (dtype, torch.float32):
+        return merged
+    mask = key_padding_mask if attn_mask is None else attn_mask
+    if not mask.is_meta and torch.is_autocast_enabled(mask.device.type):
+        return dtype
+    raise RuntimeError(
+        f"attn_mask and key_padding_mask must be boolean, {dtype} like the projected query, "
+        f"or torch.float32, but merge to {merged}"
+    )
 
 
 def _may_read(mask):

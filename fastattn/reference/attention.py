@@ -6,12 +6,19 @@ times and run under ``torch.func``, ``torch.compile`` and forward-mode different
 tensors.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
 __all__ = ["attention", "attention_weights", "dropout_keep"]
 
 _LOW32 = 0xFFFFFFFF
+
+
+def _without_autocast(tensor: Tensor) -> AbstractContextManager:
+    # The meta device has no autocast, and asking torch to turn it off there is an error.
+    return nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)
 
 
 def _signed(constant: int) -> int:
@@ -128,7 +135,7 @@ def attention(
     fp32 and rounded once. A row that sees no key gives 0, lse = -inf (the sink, if there is one) and no
     gradient.
     """
-    with torch.autocast(query.device.type, enabled=False):
+    with _without_autocast(query):
         H, Hkv = query.shape[1], key.shape[1]
         score, visible = _masked_scores(
             query,
@@ -180,7 +187,7 @@ def attention_weights(
     average_heads: bool,
 ) -> Tensor:
     """``exp(score - lse)`` after dropout, or its mean over heads; as ``fastattn::attention_weights``."""
-    with torch.autocast(query.device.type, enabled=False):
+    with _without_autocast(query):
         score, visible = _masked_scores(
             query,
             key,
