@@ -204,9 +204,9 @@ def test_each_gradient_alone_and_through_each_output(impl, name):
 LAYOUTS = {
     "transposed": lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2),
     "heads last": lambda t: t.transpose(0, -2).contiguous().transpose(0, -2),
-    "reversed": lambda t: t.permute(*reversed(range(t.dim())))
-    .contiguous()
-    .permute(*reversed(range(t.dim()))),
+    "reversed": lambda t: (
+        t.permute(*reversed(range(t.dim()))).contiguous().permute(*reversed(range(t.dim())))
+    ),
     "sliced": lambda t: torch.stack((t, t * math.nan if t.is_floating_point() else ~t), -1)[..., 0],
     "padded": lambda t: torch.nn.functional.pad(t, (1, 2), value=True)[..., 1:-2],
 }
