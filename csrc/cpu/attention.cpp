@@ -42,14 +42,19 @@ void with_dtype(DType dtype, F&& f) {
       return f(f16{});
   }
 }
+// Of the forward, without what masks save.
+double operations(const AttentionParams& p) {
+  return 2.0 * double(p.B * p.H * p.L) * double(p.S) * double(p.D + p.Dv);
+}
+
 void forward_of_dtype(const AttentionParams& p, const Parallel& parallel) {
-  with_dtype(p.query.dtype, [&]<class T>(T) { forward<T>(p, parallel); });
+  with_dtype(p.query.dtype, [&]<class T>(T) { forward<T>(p, parallel.worth(operations(p))); });
 }
 void backward_of_dtype(const AttentionGradParams& p, const Parallel& parallel) {
-  with_dtype(p.query.dtype, [&]<class T>(T) { backward<T>(p, parallel); });
+  with_dtype(p.query.dtype, [&]<class T>(T) { backward<T>(p, parallel.worth(2.5 * operations(p))); });
 }
 void weights_of_dtype(const AttentionWeightsParams& p, const Parallel& parallel) {
-  with_dtype(p.query.dtype, [&]<class T>(T) { weights<T>(p, parallel); });
+  with_dtype(p.query.dtype, [&]<class T>(T) { weights<T>(p, parallel.worth(operations(p))); });
 }
 
 }  // namespace

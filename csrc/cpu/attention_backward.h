@@ -119,12 +119,14 @@ inline void backward_head(const Problem<T>& problem, const AttentionGradParams& 
         const int64_t h = tiles[t].head[r];
         if (alibi) alibi[b * p.H + h] += grads[t].alibi[r];
         if (p.grad_sinks.data && chunk == 0) {
-          // The sink is a score whose value vector is zero: dS = P_sink (0 - delta).
-          A<T> level =
-              static_cast<const A<T>*>(p.lse.data)[(b * p.H + h) * p.L + tiles[t].row[r]] * A<T>(kLog2e);
-          V<T> weight = exp2<>(V<T>{} + (sink<T>(p, h) - level));
-          static_cast<A<T>*>(p.grad_sinks.data)[b * p.H + h] -=
-              weight[0] * grads[t].delta[r / N<T>][r % N<T>];
+          // The sink is a score whose value vector is zero: dS = P_sink (0 - delta). A row that sees no key
+          // has it alone.
+          const A<T> level = sink<T>(p, h);
+          A<T> weight = level == -kInf<T> ? A<T>(0) : A<T>(1);
+          if (tiles[t].seen[r])
+            weight = exp2<>(level - grads[t].level.reference[r / N<T>] -
+                            grads[t].level.log_sum[r / N<T>])[r % N<T>];
+          static_cast<A<T>*>(p.grad_sinks.data)[b * p.H + h] -= weight * grads[t].delta[r / N<T>][r % N<T>];
         }
       }
     }

@@ -6,90 +6,78 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-// The tiles of a task against one key block. Matrix tiles work beside the vector units, if instructions of
-// both are in flight together: the scores of the next tile and the output of the last one are then
-// interleaved with the exponentials of this one. 16 keys at a time fit in the reorder buffer.
+// One tile against one key block: weights, then their product with the values.
 template <class T>
-class Pipeline {
-  static constexpr int64_t kChunk = 16;
+class BlockStep {
+  static constexpr int64_t kChunk = 16;  // keys
 
  public:
-  Pipeline(const Problem<T>& problem, Arena& arena) {
-    for (int i = 0; i < (Format<T>::kBesideVectors ? 2 : 1); ++i) {
-      scores_[i].take(arena, problem);
-      weights_[i] = kPairs<T> ? arena.take<E<T>>(kBlock * kTile<T>) : nullptr;
-    }
+  BlockStep(const Problem<T>& problem, Arena& arena) {
+    scores_.take(arena, problem);
+    pairs_ = kPairs<T> ? arena.take<E<T>>(kBlock * kTile<T>) : nullptr;
   }
-  void run(const Problem<T>& problem, const Tile<T>* tiles, State<T>* states, const E<T>* panels,
-           int64_t count, const KeyBlock<T>& block) {
-    if constexpr (Format<T>::kBesideVectors)
-      run_interleaved(problem, tiles, states, panels, count, block);
+  void run(const Problem<T>& problem, const Tile<T>& tile, const E<T>* panel, const KeyBlock<T>& block,
+           State<T>& state) {
+    if (!scores_.start(problem, tile, block)) return;
+    if constexpr (kPairs<T>)
+      weigh_chunks(problem, tile, panel, block, state);
     else
-      run_in_turn(problem, tiles, states, panels, count, block);
+      weigh_block(problem, tile, panel, block, state);
+    const E<T>* weights;
+    if constexpr (kPairs<T>)
+      weights = pairs_;
+    else
+      weights = scores_.scores;
+    add_values(block, scores_.span, weights, 0, round_up(problem.p.Dv, Format<T>::kRows), state.out);
   }
 
  private:
-  void run_in_turn(const Problem<T>& problem, const Tile<T>* tiles, State<T>* states, const E<T>* panels,
-                   int64_t count, const KeyBlock<T>& block) {
-    const int64_t rows_v = round_up(problem.p.Dv, Format<T>::kRows);
-    Scores<T>& s = scores_[0];
-    for (int64_t t = 0; t < count; ++t) {
-      const E<T>* panel = panels + t * problem.depth * kTile<T>;
-      if (!score_tile(problem, tiles[t], panel, block, s, nullptr)) continue;
-      if (!states[t].started) raise_reference(problem, s, states[t]);
-      Added<T> added;
-      added.clear();
-      weigh(problem, tiles[t], s, s.span.begin, s.span.end, weights_[0], states[t], added);
-      if (!accept(s, states[t], added)) {
-        if constexpr (!kPairs<T>)
-          score_tile(problem, tiles[t], panel, block, s, nullptr);  // weights lie over the scores
-        weigh_again(problem, tiles[t], s, weights_[0], states[t]);
-      }
-      if constexpr (kPairs<T>)
-        add_values(block, s.span, weights_[0], 0, rows_v, states[t].out);
-      else
-        add_values(block, s.span, s.scores, 0, rows_v, states[t].out);
-    }
+  void weigh_block(const Problem<T>& problem, const Tile<T>& tile, const E<T>* panel,
+                   const KeyBlock<T>& block, State<T>& state) {
+    const Span span = scores_.span;
+    Added<T> added;
+    added.clear();
+    score(problem, tile, panel, block);
+    if (!state.started)
+      raise_reference(problem, scores_, span.begin, min(span.begin + kChunk, span.end), state);
+    weigh(problem, tile, scores_, span.begin, span.end, pairs_, state, added);
+    if (accept(scores_, state, added)) return;
+    score(problem, tile, panel, block);  // weights lie over the scores
+    weigh_again(problem, tile, scores_, pairs_, state);
   }
-  void run_interleaved(const Problem<T>& problem, const Tile<T>* tiles, State<T>* states, const E<T>* panels,
-                       int64_t count, const KeyBlock<T>& block) {
-    const int64_t rows_v = round_up(problem.p.Dv, Format<T>::kRows);
-    const int64_t rows_per_chunk = round_up((rows_v * kChunk + kBlock - 1) / kBlock, Format<T>::kRows);
-    bool live[3] = {false, false, false};  // of the next, this and the last tile
-    Span last{};
-    for (int64_t t = -1; t <= count; ++t) {
-      Scores<T>& next = scores_[(t + 1) & 1];
-      Scores<T>& now = scores_[t & 1];
-      Added<T> added;
-      added.clear();
-      live[0] = t + 1 < count && next.start(problem, tiles[t + 1], block);
-      if (live[1]) {
-        now.transform(problem, tiles[t], nullptr);
-        if (!states[t].started) raise_reference(problem, now, states[t]);
-      }
-      int64_t row = 0;
-      for (int64_t from = 0; from < kBlock; from += kChunk) {
-        if (live[0] && from >= next.span.begin && from < next.span.end)
-          next.multiply(problem, panels + (t + 1) * problem.depth * kTile<T>, block, from, from + kChunk);
-        if (live[1] && from >= now.span.begin && from < now.span.end)
-          weigh(problem, tiles[t], now, from, from + kChunk, weights_[t & 1], states[t], added);
-        if (live[2] && row < rows_v) {
-          int64_t to = from + kChunk == kBlock ? rows_v : min(rows_v, row + rows_per_chunk);
-          add_values(block, last, weights_[(t - 1) & 1], row, to, states[t - 1].out);
-          row = to;
-        }
-      }
-      if (live[1]) {
-        if (!accept(now, states[t], added)) weigh_again(problem, tiles[t], now, weights_[t & 1], states[t]);
-        last = now.span;
-      }
-      live[2] = live[1];
-      live[1] = live[0];
+  // Products of the next chunk are under way while this one is weighed: both fit in the reorder buffer.
+  void weigh_chunks(const Problem<T>& problem, const Tile<T>& tile, const E<T>* panel,
+                    const KeyBlock<T>& block, State<T>& state) {
+    Scores<T>& s = scores_;
+    const Span span = s.span;
+    Added<T> added;
+    added.clear();
+    s.ring = 2 * kChunk - 1;
+    const bool held = Format<T>::hold(problem.depth, panel);
+    auto multiply = [&](int64_t from) {
+      Format<T>::scores_chunk(held, min(kChunk, span.end - from), problem.depth,
+                              block.key.data + from * block.key.ld, block.key.ld, panel, s.row(from));
+    };
+    multiply(span.begin);
+    for (int64_t from = span.begin; from < span.end; from += kChunk) {
+      const int64_t to = min(from + kChunk, span.end);
+      if (to < span.end) multiply(to);
+      s.transform(problem, tile, from, to, nullptr);
+      if (!state.started) raise_reference(problem, s, from, to, state);
+      weigh(problem, tile, s, from, to, pairs_, state, added);
     }
+    s.ring = -1;
+    if (accept(s, state, added)) return;
+    score(problem, tile, panel, block);
+    weigh_again(problem, tile, s, pairs_, state);
+  }
+  void score(const Problem<T>& problem, const Tile<T>& tile, const E<T>* panel, const KeyBlock<T>& block) {
+    scores_.multiply(problem, panel, block, scores_.span.begin, scores_.span.end);
+    scores_.transform(problem, tile, scores_.span.begin, scores_.span.end, nullptr);
   }
 
-  Scores<T> scores_[2];
-  E<T>* weights_[2];
+  Scores<T> scores_;
+  E<T>* pairs_;  // weights as pairs of keys, where products take them so
 };
 
 template <class T>
@@ -130,7 +118,7 @@ inline void forward_tiles(const Problem<T>& problem, int64_t b, int64_t hk, int6
   Tile<T>* tiles = arena.take<Tile<T>>(count);
   State<T>* states = arena.take<State<T>>(count);
   E<T>* panels = arena.take<E<T>>(count * problem.depth * kTile<T>);
-  Pipeline<T> pipeline(problem, arena);
+  BlockStep<T> step(problem, arena);
   KeyScratch<T> scratch;
   scratch.take(arena, problem, Use::forward);
   int64_t key_begin = p.S, key_end = 0;
@@ -148,7 +136,8 @@ inline void forward_tiles(const Problem<T>& problem, int64_t b, int64_t hk, int6
   }
   for (int64_t begin = round_down(key_begin, kBlock); begin < key_end; begin += kBlock) {
     KeyBlock<T> block = make_block(problem, b, hk, begin, min(begin + kBlock, p.S), Use::forward, scratch);
-    pipeline.run(problem, tiles, states, panels, count, block);
+    for (int64_t t = 0; t < count; ++t)
+      step.run(problem, tiles[t], panels + t * problem.depth * kTile<T>, block, states[t]);
   }
   if (splits.count > 1) {
     std::memcpy(partial, states[0].reference, sizeof states[0].reference);

@@ -78,8 +78,8 @@ inline void prepare(const Problem<T>& problem, const AttentionGradParams& p, con
     g.delta[r / N<T>][r % N<T>] = delta - lse;
   }
   for (double& x : g.alibi) x = 0;
-  g.one_block =
-      !kSame<T, A<T>> && tile.lo_min < tile.hi_max && tile.lo_min / kBlock == (tile.hi_max - 1) / kBlock;
+  g.one_block = (!kSame<T, A<T>> || g.level.exact) && tile.lo_min < tile.hi_max &&
+                tile.lo_min / kBlock == (tile.hi_max - 1) / kBlock;
 }
 
 // dS for one tile and key block into scratch.grad_weights (before the softcap's derivative); in pair format
@@ -88,6 +88,7 @@ template <class T>
 inline bool grad_score_tile(const Problem<T>& problem, const Tile<T>& tile, GradTile<T>& g,
                             const KeyBlock<T>& block, GradScratch<T>& scratch) {
   if (!score_tile(problem, tile, g.query_t, block, scratch.scores, scratch.bend)) return false;
+  if (g.level.exact) scratch.scores.apply_factor();
   const Span span = scratch.scores.span;
   const A<T> factor = scratch.scores.factor;
   A<T>* scores = scratch.scores.scores;
@@ -102,8 +103,8 @@ inline bool grad_score_tile(const Problem<T>& problem, const Tile<T>& tile, Grad
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) delta[v] = g.delta[v], alibi[v] = V<T>{};
   if (g.one_block) {
-    // rowsum(dO * O) through the rounded O is off by that rounding, which is all that is left where few keys
-    // share the weight and dP - delta cancels.
+    // rowsum(dO * O) is off by the rounding of O, which is all that is left where one key has nearly all the
+    // weight and dP - delta cancels.
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) delta[v] = -g.grad_lse[v];
     for (int64_t j = 0; j < keys; ++j)

@@ -29,13 +29,16 @@ FASTATTN_INLINE V<T> load_mask(const M* m, int64_t stride, int64_t count) {
   }
 }
 
+// A mask or sink in log2 units. Only an infinity is one there: the largest finite numbers must not become it.
 template <class T>
 constexpr A<T> kLargest = sizeof(A<T>) == 8 ? A<T>(0x1p1023) : A<T>(0x1p127);
-// A mask value in log2 units. Only -inf hides: the most negative finite values must not become it.
 template <class T>
-FASTATTN_INLINE V<T> to_log2(V<T> mask) {
-  const auto low = mask < -kLargest<T>, finite = mask != -kInf<T>;
-  return (low & finite) ? V<T>{} - kLargest<T> : mask * A<T>(kLog2e);
+FASTATTN_INLINE V<T> to_log2(V<T> natural) {
+  V<T> scaled = natural * A<T>(kLog2e);
+  scaled = scaled > kLargest<T> ? V<T>{} + kLargest<T> : scaled;
+  scaled = scaled < -kLargest<T> ? V<T>{} - kLargest<T> : scaled;
+  const auto finite = natural - natural == 0;
+  return finite ? scaled : natural;
 }
 
 // Fills bias[key - begin][kTile] with the mask in log2 units (-inf = hidden). Returns bit 0: something is
@@ -106,7 +109,8 @@ inline Span span_of(const KeyBlock<T>& block, const Tile<T>& tile) {
   return {round_down(begin - block.begin, kKeyStep<T>), round_up(end - block.begin, kKeyStep<T>)};
 }
 
-// Scores of one tile and key block on their way: scores[key - block.begin][kTile] for the keys of the span.
+// Scores of one tile and key block on their way. row(key - block.begin) holds a key's kTile scores; while a
+// tile is weighed chunk by chunk, rows share a ring that stays in the first-level cache.
 template <class T>
 struct Scores {
   A<T>* scores;
@@ -116,11 +120,14 @@ struct Scores {
   int64_t begin, end;  // keys of the span that exist
   int content;         // what mask_tile says
   A<T> factor;         // the score in log2 units is scores * factor
+  int64_t ring;        // mask of the rows in use: all, or those of the ring
 
   void take(Arena& arena, const Problem<T>& problem) {
     scores = arena.take<A<T>>(kBlock * kTile<T>);
     bias = problem.masked ? arena.take<A<T>>(kBlock * kTile<T>) : nullptr;
+    ring = -1;
   }
+  FASTATTN_INLINE A<T>* row(int64_t j) const { return scores + (j & ring) * kTile<T>; }
   // False where the tile sees nothing of the block.
   bool start(const Problem<T>& problem, const Tile<T>& tile, const KeyBlock<T>& block) {
     span = span_of(block, tile);
@@ -135,19 +142,27 @@ struct Scores {
   void multiply(const Problem<T>& problem, const E<T>* query_panel, const KeyBlock<T>& block, int64_t from,
                 int64_t to) {
     Format<T>::scores(to - from, problem.depth, block.key.data + from * block.key.ld, block.key.ld,
-                      query_panel, scores + from * kTile<T>);
+                      query_panel, row(from));
   }
-  // From q.k to log2 units (up to `factor`) with hidden scores at -inf. `bend` receives d(capped score) /
-  // d(scaled score) where there is a softcap.
-  void transform(const Problem<T>& problem, const Tile<T>& tile, A<T>* bend) {
+  // Takes over the factor, so that scores are rounded as their maximum is.
+  void apply_factor() {
+    for (int64_t j = span.begin; j < span.end; ++j)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) store(row(j) + v * N<T>, load(row(j) + v * N<T>) * factor);
+    factor = 1;
+  }
+  // From q.k to log2 units (up to `factor`) with hidden scores at -inf, keys [from, to) of the block. `bend`
+  // receives d(capped score) / d(scaled score) where there is a softcap.
+  void transform(const Problem<T>& problem, const Tile<T>& tile, int64_t from, int64_t to, A<T>* bend) {
     const AttentionParams& p = problem.p;
-    A<T>* rows = scores + span.begin * kTile<T>;
-    const int64_t keys = span.end - span.begin;
+    A<T>* rows = row(from);
+    const int64_t keys = to - from, first = block_begin + from, last = min(end, block_begin + to);
+    const A<T>* hidden = bias + (from - span.begin) * kTile<T>;
     factor = A<T>(p.scale * kLog2e);
     if (problem.general) {
       const A<T> scale = A<T>(p.scale), cap = A<T>(p.softcap);
       const A<T> inverse_cap = cap > 0 ? A<T>(1) / cap : A<T>(0);
-      for (int64_t j = 0; j < end - begin; ++j)
+      for (int64_t j = 0; j < last - first; ++j)
 #pragma GCC unroll 4
         for (int v = 0; v < NV; ++v) {
           A<T>* at = rows + j * kTile<T> + v * N<T>;
@@ -155,31 +170,31 @@ struct Scores {
           if (cap > 0) {
             V<T> t = tanh(s * inverse_cap);
             s = t * cap;
-            if (bend) store(bend + (span.begin + j) * kTile<T> + v * N<T>, A<T>(1) - t * t);
+            if (bend) store(bend + (from + j) * kTile<T> + v * N<T>, A<T>(1) - t * t);
           }
           s *= A<T>(kLog2e);
           if (p.alibi.data) {
-            V<T> distance = load(tile.diagonal + v * N<T>) - A<T>(begin + j);
+            V<T> distance = load(tile.diagonal + v * N<T>) - A<T>(first + j);
             distance = distance < 0 ? -distance : distance;
             s -= load(tile.slope + v * N<T>) * distance * A<T>(kLog2e);
           }
           if (content & 2) {
-            V<T> m = load(bias + j * kTile<T> + v * N<T>);
+            V<T> m = load(hidden + j * kTile<T> + v * N<T>);
             s = m == -kInf<T> ? m : s + m;
           }
           store(at, s);
         }
       if (bend)  // dS is 0 in the rows behind the last key; so must be what it is multiplied with
-        for (int64_t x = (end - block_begin) * kTile<T>; x < span.end * kTile<T>; x += N<T>)
+        for (int64_t x = (last - block_begin) * kTile<T>; x < to * kTile<T>; x += N<T>)
           store(bend + x, V<T>{});
       factor = 1;
     }
     // Keys that some lane's band does not include.
     using VI = Vec<Int<A<T>>>;
     for (int64_t j = 0; j < keys; ++j) {
-      const int64_t key = begin + j;
+      const int64_t key = first + j;
       if (key >= tile.lo_max && key < tile.hi_min) {
-        j = min(keys, tile.hi_min - begin) - 1;
+        j = min(keys, tile.hi_min - first) - 1;
         continue;
       }
 #pragma GCC unroll 4
@@ -192,12 +207,16 @@ struct Scores {
     }
   }
 };
+// Beyond this a score in log2 units is exact to less than 2^-4: its product with `factor` must then be
+// rounded before a reference is subtracted, as the reference was, or what is left is the rounding.
+template <class T>
+constexpr A<T> kExact = A<T>(1 << 20);
 template <class T>
 inline bool score_tile(const Problem<T>& problem, const Tile<T>& tile, const E<T>* query_panel,
                        const KeyBlock<T>& block, Scores<T>& s, A<T>* bend) {
   if (!s.start(problem, tile, block)) return false;
   s.multiply(problem, query_panel, block, s.span.begin, s.span.end);
-  s.transform(problem, tile, bend);
+  s.transform(problem, tile, s.span.begin, s.span.end, bend);
   return true;
 }
 

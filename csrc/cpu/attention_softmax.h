@@ -5,15 +5,15 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-// Of one tile. Weights are 2^(score - reference). The reference is an integer, so that rescaling is exact; it
-// is the rounded-up maximum of the first block and moves only when a later score exceeds it by more than
-// kHeadroom (a weight of 2^16 costs no precision), so that the maximum is found in the same pass that forms
-// the weights.
+// Of one tile. Weights are 2^(score - reference). The reference is the rounded-up maximum of the first keys,
+// an integer so that rescaling is exact. It moves only when a later score exceeds it by more than kHeadroom
+// (a weight of 2^16 costs no precision), so that the maximum is found in the same pass that forms the
+// weights.
 template <class T>
 struct State {
   V<T> reference[NV], sum[NV];
   bool started;  // the reference comes from scores
-  bool coarse;   // references are small enough for exp2_coarse
+  bool exact;    // references beyond kExact: scores are rounded to log2 units first
   A<T>* out;     // out^T [Dv][kTile]
 };
 constexpr float kHeadroom = 16;
@@ -32,25 +32,17 @@ FASTATTN_INLINE Vector finite_or_zero(Vector m) {
   return m == -__builtin_inff() ? Vector{} : m;
 }
 
+// Moves the reference to cover the scores of keys [from, to) and rescales what has been summed.
 template <class T>
-inline void set_coarse(State<T>& state) {
-  state.coarse = kPairs<T>;
-  if constexpr (kPairs<T>)
-    for (int v = 0; v < NV; ++v) {
-      V<T> reference = finite_or_zero(state.reference[v]);
-      state.coarse &= !any((reference > A<T>(1 << 20)) | (reference < A<T>(-(1 << 20))));
-    }
-}
-
-// Moves the reference to cover the scores of the span and rescales what has been summed.
-template <class T>
-inline void raise_reference(const Problem<T>& problem, const Scores<T>& s, State<T>& state) {
+inline void raise_reference(const Problem<T>& problem, const Scores<T>& s, int64_t from, int64_t to,
+                            State<T>& state) {
   V<T> top[NV];
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) top[v] = V<T>{} - kInf<T>;
-  for (int64_t j = s.span.begin; j < s.span.end; ++j)
+  const A<T>* rows = s.row(from);
+  for (int64_t j = 0; j < to - from; ++j)
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) top[v] = maximum(top[v], load(s.scores + j * kTile<T> + v * N<T>));
+    for (int v = 0; v < NV; ++v) top[v] = maximum(top[v], load(rows + j * kTile<T> + v * N<T>));
   for (int v = 0; v < NV; ++v) {
     V<T> reference = maximum(state.reference[v], ceil(top[v] * s.factor));
     if (state.started && any(reference != state.reference[v])) {
@@ -64,19 +56,25 @@ inline void raise_reference(const Problem<T>& problem, const Scores<T>& s, State
     state.reference[v] = reference;
   }
   state.started = true;
-  set_coarse(state);
+  state.exact = false;
+  for (int v = 0; v < NV; ++v) {
+    const V<T> reference = finite_or_zero(state.reference[v]);
+    state.exact |= any((reference > kExact<T>) | (reference < -kExact<T>));
+  }
 }
 
-// P^T of keys [from, to) of the span: into `weights` as pairs, or over the scores.
-template <bool kCoarse, class T>
-inline void weigh_span(const Problem<T>& problem, const Tile<T>& tile, const Scores<T>& s, int64_t from,
-                       int64_t to, E<T>* weights, const State<T>& state, Added<T>& added) {
+// P^T of keys [from, to): into `weights` as pairs, or over the scores.
+template <class T>
+inline void weigh(const Problem<T>& problem, const Tile<T>& tile, const Scores<T>& s, int64_t from,
+                  int64_t to, E<T>* weights, const State<T>& state, Added<T>& added) {
+  constexpr int kDegree = kPairs<T> ? 3 : 6;  // a weight in a pair is rounded to bf16
   V<T> shift[NV], sum[NV], top[NV];
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v)
     shift[v] = finite_or_zero(state.reference[v]), sum[v] = added.sum[v], top[v] = added.top[v];
   const bool dropout = problem.has_dropout();
   const A<T> factor = s.factor;
+  A<T>* rows = s.row(from);
   constexpr int kUnroll = kPairs<T> ? 2 : 1;
   for (int64_t j = from; j < to; j += kUnroll) {
     V<T> p[kUnroll][NV];
@@ -84,12 +82,9 @@ inline void weigh_span(const Problem<T>& problem, const Tile<T>& tile, const Sco
     for (int u = 0; u < kUnroll; ++u)
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) {
-        V<T> score = load(s.scores + (j + u) * kTile<T> + v * N<T>);
+        V<T> score = load(rows + (j - from + u) * kTile<T> + v * N<T>);
         top[v] = maximum(top[v], score);
-        if constexpr (kCoarse)
-          p[u][v] = exp2_coarse(score, factor, shift[v]);
-        else
-          p[u][v] = exp2<>(score * factor - shift[v]);
+        p[u][v] = exp2<kDegree>(score * factor - shift[v]);
         sum[v] += p[u][v];
       }
     if (dropout)
@@ -102,23 +97,17 @@ inline void weigh_span(const Problem<T>& problem, const Tile<T>& tile, const Sco
       if constexpr (kPairs<T>)
         store_pair(weights + j * kTile<T> + v * 2 * N<T>, p[0][v], p[1][v]);
       else
-        store(s.scores + j * kTile<T> + v * N<T>, p[0][v]);
+        store(rows + (j - from) * kTile<T> + v * N<T>, p[0][v]);
     }
   }
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) added.sum[v] = sum[v], added.top[v] = top[v];
 }
-template <class T>
-inline void weigh(const Problem<T>& problem, const Tile<T>& tile, const Scores<T>& s, int64_t from,
-                  int64_t to, E<T>* weights, const State<T>& state, Added<T>& added) {
-  if constexpr (kPairs<T>)
-    if (state.coarse) return weigh_span<true>(problem, tile, s, from, to, weights, state, added);
-  weigh_span<false>(problem, tile, s, from, to, weights, state, added);
-}
-// Takes over what a block added; false where a score exceeds the headroom and the block must be weighed
-// again.
+// Takes over what a block added; false where a score exceeds the headroom, or is too large for this, and the
+// block must be weighed again.
 template <class T>
 inline bool accept(const Scores<T>& s, State<T>& state, const Added<T>& added) {
+  if (state.exact) return false;
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v)
     if (any(added.top[v] * s.factor > state.reference[v] + kHeadroom)) return false;
@@ -128,9 +117,10 @@ inline bool accept(const Scores<T>& s, State<T>& state, const Added<T>& added) {
 }
 // The whole span of a block whose scores stand, after its reference has been raised.
 template <class T>
-inline void weigh_again(const Problem<T>& problem, const Tile<T>& tile, const Scores<T>& s, E<T>* weights,
+inline void weigh_again(const Problem<T>& problem, const Tile<T>& tile, Scores<T>& s, E<T>* weights,
                         State<T>& state) {
-  raise_reference(problem, s, state);
+  s.apply_factor();
+  raise_reference(problem, s, s.span.begin, s.span.end, state);
   Added<T> added;
   added.clear();
   weigh(problem, tile, s, s.span.begin, s.span.end, weights, state, added);
@@ -150,13 +140,15 @@ inline void add_values(const KeyBlock<T>& block, Span span, const E<T>* weights,
 template <class T>
 inline A<T> sink(const AttentionParams& p, int64_t h) {
   int64_t at = h * p.sinks.stride[0];
-  if (p.sinks.dtype == DType::f32) return A<T>(static_cast<const float*>(p.sinks.data)[at]) * A<T>(kLog2e);
-  return A<T>(to_float(static_cast<const T*>(p.sinks.data)[at])) * A<T>(kLog2e);
+  const A<T> natural = p.sinks.dtype == DType::f32 ? A<T>(static_cast<const float*>(p.sinks.data)[at])
+                                                   : A<T>(to_float(static_cast<const T*>(p.sinks.data)[at]));
+  return to_log2<T>(V<T>{} + natural)[0];
 }
 
 template <class T>
 inline void start_state(const Problem<T>& problem, const Tile<T>& tile, bool with_sink, State<T>& state) {
   state.started = problem.p.sinks.data && with_sink;
+  state.exact = false;
   for (int v = 0; v < NV; ++v) {
     state.reference[v] = V<T>{} - kInf<T>;
     state.sum[v] = V<T>{};
@@ -167,17 +159,17 @@ inline void start_state(const Problem<T>& problem, const Tile<T>& tile, bool wit
       state.sum[v] = exp2<>(level - finite_or_zero(state.reference[v]));
     }
   }
-  set_coarse(state);
 }
 
-// ln(2) (reference + log2(sum)). A mask value too large for log2 units has been cut off at kLargest; its
-// log-sum-exp is the most negative finite number.
+// ln(2) (reference + log2(sum)). A mask or sink too large for log2 units has been cut off at kLargest; its
+// log-sum-exp is the largest finite number of that sign.
 template <class T>
 FASTATTN_INLINE V<T> natural_lse(V<T> reference, V<T> sum) {
-  constexpr A<T> kLowest = sizeof(A<T>) == 8 ? A<T>(-__DBL_MAX__) : A<T>(-__FLT_MAX__);
+  constexpr A<T> kMost = sizeof(A<T>) == 8 ? A<T>(__DBL_MAX__) : A<T>(__FLT_MAX__);
   V<T> lse = (reference + log2<A<T>>(sum)) * A<T>(kLn2);
-  const auto low = reference <= -kLargest<T>, finite = reference != -kInf<T>;
-  lse = (low & finite) ? V<T>{} + kLowest : lse;
+  const auto finite = reference - reference == 0;
+  lse = ((reference <= -kLargest<T>)&finite) ? V<T>{} - kMost : lse;
+  lse = ((reference >= kLargest<T>)&finite) ? V<T>{} + kMost : lse;
   return sum == 0 ? V<T>{} - kInf<T> : lse;
 }
 
@@ -230,28 +222,35 @@ inline void finish_tile(const Problem<T>& problem, const Tile<T>& tile, State<T>
 }
 
 // What turns scores back into weights: 2^(score - reference - log_sum). The log-sum-exp alone says it
-// (reference 0), except where it is so large that its last bit is not small: a row that is finfo.min
-// everywhere has equal weights, but its log-sum-exp cannot hold the logarithm of their number. Such rows are
-// summed once more.
+// (reference 0) as long as its last bit is small beside the weight's. Where it is not (a row that is
+// finfo.min everywhere has equal weights, but its log-sum-exp cannot hold the logarithm of their number) the
+// row is summed once more.
 template <class T>
 struct Level {
   V<T> reference[NV], log_sum[NV];
+  bool exact;  // summed once more, from scores rounded to log2 units
 };
+// An error of 2^-19 in a float32 weight, of 2^-11 in a half precision one.
+template <class T>
+constexpr A<T> kLevelLimit = kSame<T, A<T>> ? A<T>(64) : A<T>(1 << 13);
 template <class T>
 inline void find_level(const Problem<T>& problem, const Tile<T>& tile, const E<T>* query_panel, Arena& arena,
                        const KeyScratch<T>& key_scratch, Scores<T>& s, Level<T>& level) {
   const A<T>* lse = static_cast<const A<T>*>(problem.p.lse.data);
-  bool large = false;
+  level.exact = false;
   for (int r = 0; r < kTile<T>; ++r) {
     A<T> value = kInf<T>;  // rows that see nothing: their weights are 0
     if (tile.seen[r])
       value = lse[(tile.b * problem.p.H + tile.head[r]) * problem.p.L + tile.row[r]] * A<T>(kLog2e);
-    // Nor may the change of units make a finite log-sum-exp infinite.
-    if (tile.seen[r]) large |= value - value != 0 || value > A<T>(1 << 20) || value < -A<T>(1 << 20);
+    if (tile.seen[r]) {
+      level.exact |= !(value <= kLevelLimit<T> && value >= -kLevelLimit<T>);
+      if (value == kInf<T>)
+        value = kLargest<T>;  // made infinite by the change of units: not a row without keys
+    }
     level.reference[r / N<T>][r % N<T>] = 0;
     level.log_sum[r / N<T>][r % N<T>] = value;
   }
-  if (!large) return;
+  if (!level.exact) return;
   State<T> state;
   state.out = arena.take_zero<A<T>>(round_up(problem.p.Dv, Format<T>::kRows) * kTile<T>);
   E<T>* weights = kPairs<T> ? arena.take<E<T>>(kBlock * kTile<T>) : nullptr;

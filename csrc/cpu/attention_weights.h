@@ -39,6 +39,7 @@ inline void weights(const AttentionWeightsParams& p, const Parallel& parallel) {
           block = make_block(problem, b, (h0 + x) / problem.group, begin, end, Use::scores, scratch);
         if (!score_tile(problem, tiles[x], panels + x * problem.depth * kTile<T>, block, s, nullptr))
           continue;
+        if (levels[x].exact) s.apply_factor();
         for (int64_t j = s.span.begin; j < s.end - begin; ++j)
 #pragma GCC unroll 4
           for (int v = 0; v < NV; ++v) {

@@ -58,11 +58,10 @@ template <class E>
 struct Plain {
   using Element = E;
   using Accumulator = E;
-  static constexpr int kStep = 1;                // elements along K that one multiplication takes
-  static constexpr int kDepth = 1;               // K must be a multiple of this
-  static constexpr int kRows = 1;                // M must be a multiple of this
-  static constexpr bool kBesideVectors = false;  // products run on a unit of their own
-  using Configuration = NoConfiguration;         // what a thread needs while it computes
+  static constexpr int kStep = 1;         // elements along K that one multiplication takes
+  static constexpr int kDepth = 1;        // K must be a multiple of this
+  static constexpr int kRows = 1;         // M must be a multiple of this
+  using Configuration = NoConfiguration;  // what a thread needs while it computes
   static constexpr int64_t kWide = kColumns * kLanes<E>;
 
   // Strides that are known keep their registers free: the loop holds MR row offsets otherwise.
@@ -138,12 +137,10 @@ struct Pair {
 #if defined(__AMX_BF16__)
   static constexpr int kDepth = 32;
   static constexpr int kRows = 16;
-  static constexpr bool kBesideVectors = true;
   using Configuration = TileConfiguration;
 #else
   static constexpr int kDepth = 2;
   static constexpr int kRows = 1;
-  static constexpr bool kBesideVectors = false;
   using Configuration = NoConfiguration;
 #endif
 
@@ -258,6 +255,42 @@ struct Pair {
 
   static void scores(int64_t M, int64_t K, const bf16* a, int64_t ld, const bf16* b, float* c) {
     gemm(M, kWide, K, a, ld, b, kWide, c, kWide, false);
+  }
+  // `scores` of up to 16 rows, with the panel in registers if `hold` could keep it there.
+  static void scores_chunk([[maybe_unused]] bool held, int64_t M, int64_t K, const bf16* a, int64_t ld,
+                           const bf16* b, float* c) {
+#if defined(__AMX_BF16__)
+    if (held) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_loadd(2, a, ld * 2);
+      _tile_dpbf16ps(0, 2, 4);
+      _tile_dpbf16ps(1, 2, 5);
+      if (K > 32) {
+        _tile_loadd(3, a + 32, ld * 2);
+        _tile_dpbf16ps(0, 3, 6);
+        _tile_dpbf16ps(1, 3, 7);
+      }
+      _tile_stored(0, c, kWide * 4);
+      _tile_stored(1, c + 16, kWide * 4);
+      return;
+    }
+#endif
+    scores(M, K, a, ld, b, c);
+  }
+  static bool hold([[maybe_unused]] int64_t K, [[maybe_unused]] const bf16* b) {
+#if defined(__AMX_BF16__)
+    if (K <= 64) {
+      _tile_loadd(4, b, kWide * 4);
+      _tile_loadd(5, b + 32, kWide * 4);
+      if (K > 32) {
+        _tile_loadd(6, b + 32 * kWide, kWide * 4);
+        _tile_loadd(7, b + 32 * kWide + 32, kWide * 4);
+      }
+      return true;
+    }
+#endif
+    return false;
   }
   static void outputs(int64_t M, int64_t K, const bf16* a, int64_t ld, const bf16* b, float* c) {
     gemm(M, kWide, K, a, ld, b, kWide, c, kWide, true);

@@ -12,6 +12,13 @@ struct Parallel {
   // Calls body(context, worker) for each worker in [0, workers), on at most `threads` threads, and
   // waits for all of them.
   void (*run)(int workers, void (*body)(void* context, int worker), void* context);
+
+  // As many of the threads as are worth waking for this much arithmetic: a second one costs some
+  // microseconds, in which the first does about a million operations, and much more on a busy machine.
+  Parallel worth(double operations) const {
+    const double most = 1 + operations / 2e6;
+    return {most < threads ? int(most) : threads, run};
+  }
 };
 
 // f(task, worker) for every task in [0, tasks), in ascending order per worker.

@@ -119,26 +119,30 @@ FASTATTN_INLINE A reduce_add(Vec<A> v) {
 constexpr double kLog2e = 1.4426950408889634074;
 constexpr double kLn2 = 0.69314718055994530942;
 
-// 2^r on [-1/2, 1/2]. Weighted least-squares (Lawson) fits of relative error: degree 6 1.9e-9 (below fp32
-// rounding), degree 4 2.6e-6 and degree 3 7.5e-5 (both far below the rounding of a bf16 weight, 2^-9).
-template <int kDegree>
+// 2^r. Weighted least-squares (Lawson) fits of relative error: degree 6 on [-1/2, 1/2] and on [0, 1)
+// to 1.9e-9, below fp32 rounding; degree 3 on [0, 1) to 7.5e-5, far below the rounding of a bf16 weight,
+// 2^-9.
 FASTATTN_INLINE Vec<float> exp2_polynomial(Vec<float> r) {
+  Vec<float> p = 0.00015345808218565288f * r + 0.001339993193959634f;
+  p = p * r + 0.009618488977721641f;
+  p = p * r + 0.05550328775211117f;
+  p = p * r + 0.24022646890382265f;
+  p = p * r + 0.6931472057380539f;
+  return p * r + 1.0f;
+}
+template <int kDegree>
+FASTATTN_INLINE Vec<float> exp2_fraction(Vec<float> r) {
   if constexpr (kDegree == 3) {
-    Vec<float> p = 0.05517163072957529f * r + 0.24261116721867187f;
-    p = p * r + 0.6932609967063608f;
-    return p * r + 0.999928071079507f;
-  } else if constexpr (kDegree == 4) {
-    Vec<float> p = 0.009570097483552427f * r + 0.055917866591403846f;
-    p = p * r + 0.2402474499478282f;
-    p = p * r + 0.6931218139987445f;
-    return p * r + 0.9999992613775026f;
+    Vec<float> p = 0.07802451946873212f * r + 0.22606717843490542f;
+    p = p * r + 0.695833522059214f;
+    return p * r + 0.999925221367028f;
   } else {
-    Vec<float> p = 0.00015345808218565288f * r + 0.001339993193959634f;
-    p = p * r + 0.009618488977721641f;
-    p = p * r + 0.05550328775211117f;
-    p = p * r + 0.24022646890382265f;
-    p = p * r + 0.6931472057380539f;
-    return p * r + 1.0f;
+    Vec<float> p = 0.00021702255184757183f * r + 0.0012439688198246925f;
+    p = p * r + 0.009678840917270714f;
+    p = p * r + 0.05548334204932394f;
+    p = p * r + 0.24022983625074645f;
+    p = p * r + 0.6931469838439399f;
+    return p * r + 1.0000000018556738f;
   }
 }
 // Taylor series of 2^r to the 13th power: the remainder on [-1/2, 1/2] is 4e-18.
@@ -156,14 +160,16 @@ FASTATTN_INLINE Vec<double> exp2_polynomial(Vec<double> r) {
 template <int kDegree = 6>
 FASTATTN_INLINE Vec<float> exp2(Vec<float> x) {
 #if defined(__AVX512F__)
-  __m512 n = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  Vec<float> p = exp2_polynomial<kDegree>(x - (Vec<float>)n);
+  // scalef takes the floor of its exponent and reduce what is above it, so that no rounded exponent is
+  // formed.
+  Vec<float> p = exp2_fraction<kDegree>((Vec<float>)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF));
+  if constexpr (kDegree < 6) return (Vec<float>)_mm512_scalef_ps((__m512)p, (__m512)x);
   __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.f), _CMP_NLT_UQ);
-  return (Vec<float>)_mm512_maskz_scalef_ps(normal, (__m512)p, n);
+  return (Vec<float>)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)x);
 #else
   constexpr float kMagic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
   Vec<float> t = x + kMagic;
-  Vec<float> p = exp2_polynomial<kDegree>(x - (t - kMagic));
+  Vec<float> p = exp2_polynomial(x - (t - kMagic));
   Vec<int32_t> bits = bit_cast<Vec<int32_t>>(p) + (bit_cast<Vec<int32_t>>(t) << 23);
   Vec<float> y = bit_cast<Vec<float>>(bits);
   y = x < -126.f ? Vec<float>{} : y;
@@ -197,25 +203,6 @@ FASTATTN_INLINE Vec<A> log2(Vec<A> x) {
   for (int i = kTerms - 1; i >= 0; --i) series = series * z + A(2 * kLog2e / (2 * i + 1));
   Vec<A> result = exponent + s * series;
   return x * A(0) == A(0) ? result : x;
-}
-
-// 2^(s * factor - shift) for integer shift with |shift| <= 2^20, to 7.5e-5: ten operations where exp2 takes
-// fourteen. Adding 1.5 * 2^23 - shift rounds s * factor to an integer k and leaves k - shift in the low bits,
-// which move into the exponent. Exactly 0 below the smallest normal number.
-FASTATTN_INLINE Vec<float> exp2_coarse(Vec<float> s, float factor, Vec<float> shift) {
-  constexpr float kMagic = 12582912.f;
-  Vec<float> offset = kMagic - shift;
-  Vec<float> t = s * factor + offset;
-  Vec<float> p = exp2_polynomial<3>(s * factor - (t - offset));
-#if defined(__AVX512F__)
-  __mmask16 normal = _mm512_cmp_ps_mask((__m512)t, _mm512_set1_ps(kMagic - 126), _CMP_NLT_UQ);
-  __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512((__m512)t), 23);
-  return (Vec<float>)_mm512_castsi512_ps(
-      _mm512_maskz_add_epi32(normal, _mm512_castps_si512((__m512)p), exponent));
-#else
-  Vec<float> y = bit_cast<Vec<float>>(bit_cast<Vec<int32_t>>(p) + (bit_cast<Vec<int32_t>>(t) << 23));
-  return t < kMagic - 126 ? Vec<float>{} : y;
-#endif
 }
 
 FASTATTN_INLINE Vec<float> ceil(Vec<float> x) {
@@ -307,15 +294,10 @@ FASTATTN_INLINE void round_store(bf16* p, Vec<float> v) {
 #if defined(__AVX512BF16__)
 // Two vectors as pairs: (p0[0], p1[0]), (p0[1], p1[1]), ...
 FASTATTN_INLINE void store_pair(bf16* to, Vec<float> p0, Vec<float> p1) {
-  alignas(64) static constexpr auto kOrder = [] {
-    struct {
-      uint16_t at[32];
-    } order{};
-    for (int i = 0; i < 16; ++i) order.at[2 * i] = uint16_t(i), order.at[2 * i + 1] = uint16_t(16 + i);
-    return order;
-  }();
-  __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)p1, (__m512)p0);
-  both = _mm512_permutexvar_epi16(_mm512_load_si512(&kOrder), both);
+  // Rounding half up by integers and merging words takes half the time of vcvtne2ps2bf16 and a permutation.
+  const __m512i half = _mm512_set1_epi32(0x8000);
+  const __m512i b0 = _mm512_add_epi32((__m512i)p0, half), b1 = _mm512_add_epi32((__m512i)p1, half);
+  const __m512i both = _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(b0, 16), b1);
   _mm512_storeu_si512(to, both);
 }
 #endif
