@@ -61,6 +61,8 @@ struct Array {
   Array(const char* name, const Tensor& tensor) : name(name), dim(tensor.dim()), data(tensor.data_ptr()) {
     size = tensor.sizes().data();
     stride = tensor.strides().data();
+    // Wrappers and tensors of zeros that are never written have no memory of their own.
+    STD_TORCH_CHECK(data || tensor.numel() == 0, name, " must be a plain tensor with memory of its own");
     const int32_t code = dtype_code(tensor);
     for (const TorchDType& known : torch_dtypes())
       if (known.code == code) {
