@@ -137,7 +137,8 @@ class AttentionCase:
             )
             return (out,)
 
-        window_size = (-1, -1) if self.window is None else (self.window, 0)
+        # Only what the case is about, as a user would write it.
+        options = {} if self.window is None else {"window_size": (self.window, 0)}
 
         def of_fastattn(impl: str) -> Contestant:
             def call() -> Tensors:
@@ -148,8 +149,8 @@ class AttentionCase:
                     attn_mask=bias,
                     is_causal=self.causal,
                     enable_gqa=grouped,
-                    window_size=window_size,
                     impl=impl,
+                    **options,
                 )
                 return (out,)
 

@@ -8,18 +8,19 @@ private caches, read + write.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from fastattn import _native
 
-from .runner import SAMPLE_SECONDS, calibrate
+from .runner import time_calls
 
 KINDS = ("fp32", "bf16", "bf16_tile", "copy")
 COPY_BYTES = 128 << 20
 MATMUL_SIZE = 1024
-# One call has to be long beside the start of the threads.
-CALL_SECONDS = 4e-3
+# One call has to be long beside the start of the threads, which takes milliseconds where cores are shared.
+CALL_SECONDS = 20e-3
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,14 @@ def _register_loop(kind: str) -> Roof | None:
     iterations = 1000
     if op(kind, iterations) == 0:
         return None
-    calls = calibrate(lambda: op(kind, iterations))
-    iterations = max(iterations, int(iterations * calls * CALL_SECONDS / SAMPLE_SECONDS))
+    threads = torch.get_num_threads()
+    # The work per thread is found on one: with several, waiting for the others to start would count as work.
+    torch.set_num_threads(1)
+    try:
+        while min(time_calls(partial(op, kind, iterations), 1) for _ in range(3)) < CALL_SECONDS:
+            iterations *= 2
+    finally:
+        torch.set_num_threads(threads)
     return Roof(kind, "register multiply-add loop", op(kind, iterations), lambda: op(kind, iterations))
 
 

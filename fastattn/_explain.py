@@ -1,5 +1,6 @@
 """Says which implementation a call would use, without running it."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ def explain(fn: Callable, *args, **kwargs) -> Explanation:
         An :class:`Explanation`: print it, or read ``.impl`` and ``.reasons``.
 
     Raises:
-        TypeError: ``fn`` is not an operator of this package.
+        TypeError: ``fn`` is not an operator of this package, or does not take these arguments.
         NotImplementedError: the arguments ask for an implementation that cannot run the call.
 
     Example:
@@ -39,6 +40,7 @@ def explain(fn: Callable, *args, **kwargs) -> Explanation:
     request_of = getattr(fn, "_choice", None)
     if request_of is None:
         raise TypeError(f"explain takes an operator of fastattn and its arguments, got {fn!r}")
+    inspect.signature(fn).bind(*args, **kwargs)  # a TypeError that speaks of the operator's own arguments
     chosen, refused = request_of(*args, **kwargs)
     reasons = {
         name: reason

@@ -298,6 +298,22 @@ def test_roofs_are_positive_and_say_how_they_were_measured():
     assert (found["fp32"].unit, found["copy"].unit) == ("GFLOP/s", "GB/s")
 
 
+def test_a_roof_call_is_long_beside_the_start_of_threads():
+    if _native.missing() is None:
+        roof = roof_module.roofs(("fp32",))["fp32"]
+        threads = torch.get_num_threads()
+        assert roof.work > 1e9 * roof_module.CALL_SECONDS, "less than 1 GFLOP/s: only the start was timed"
+        assert torch.get_num_threads() == threads
+
+
+def test_no_bar_is_met_by_a_disturbed_roof():
+    bar = attention.Bar("peak", "tag", each=0.5, measure="roof")
+    result = CaseResult("case", ("tag",), roof="fp32")
+    for fraction, verdict in ((0.4, "missed"), (0.9, "met"), (30.0, "not measured")):
+        result.roof_fraction = {"fp32": {bar.contestant: Spread(fraction, fraction, fraction)}}
+        assert report.judge(bar, [result]).verdict == verdict
+
+
 def test_roof_counts_the_operations_of_all_threads_and_refuses_nonsense():
     if not NATIVE:
         assert not hasattr(torch.ops.fastattn, "roof")

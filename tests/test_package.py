@@ -430,6 +430,18 @@ call(4, 4)
     assert run_python("-c", code).stdout.strip() == "refused"
 
 
+# ---- explain
+
+
+@pytest.mark.parametrize(
+    "arguments, message", [({}, "query"), ({"query": 1, "key": 1, "value": 1, "bogus": 1}, "bogus")]
+)
+def test_explain_names_the_argument_that_the_operator_does_not_take_or_lacks(arguments, message):
+    with pytest.raises(TypeError, match=message) as error:
+        fastattn.explain(fastattn.scaled_dot_product_attention, **arguments)
+    assert "_choice" not in str(error.value) and "_prepare" not in str(error.value)
+
+
 # ---- documentation
 
 
