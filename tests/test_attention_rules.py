@@ -4,10 +4,12 @@ import math
 
 import attention_cases
 import attention_oracle
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import INPUTS, call, check, dropout_seed, exact, make_case, require
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import fastattn
 from fastattn.ops.attention import attention_with_weights
@@ -145,6 +147,16 @@ def test_windows_of_any_size(impl):
             torch.testing.assert_close(everything, attend(q, k, k, impl=impl))
             causal = attend(q, k, k, window_size=(huge, 0), **options)
             torch.testing.assert_close(causal, attend(q, k, k, is_causal=True, **options))
+
+
+def test_sink_of_minus_infinity_is_no_sink(impl):
+    for dtype in (torch.float32, torch.float64):
+        case = hide(make_case(L=5, S=20, dtype=dtype), rows=(0, 3))
+        expected = call(case, impl)
+        case.sinks = torch.full((2,), -math.inf, dtype=dtype)
+        results = call(case, impl)
+        assert (results.pop("grad_sinks") == 0).all()
+        assert_same(results, expected, exact=False)
 
 
 def test_causal_hides_a_nan_key_from_earlier_rows(impl):
@@ -328,6 +340,42 @@ def test_alibi_and_sinks_in_other_shapes(impl):
     assert attend(*doubles, alibi_slopes=slopes, sinks=sinks, impl=impl).dtype == torch.float64
 
 
+@pytest.mark.parametrize("shape", ((1, 5, 7), (3, 5, 7), (2, 1, 5, 7), (2, 3, 5, 7), (4, 1, 1, 5, 7)))
+def test_mask_with_more_dimensions_than_the_query(impl, shape):
+    q, k, v, mask = torch.randn(5, 8), torch.randn(7, 8), torch.randn(7, 6), torch.randn(shape)
+    expected = (q @ k.mT * 8**-0.5 + mask).softmax(-1) @ v
+    torch.testing.assert_close(attend(q, k, v, mask, impl=impl), expected)
+
+
+def test_causal_masks_of_torch(impl):
+    """torch.nn.attention.bias holds no numbers: its size and its kind are what counts."""
+    for L, S in ((5, 5), (5, 7), (7, 5)):
+        q, k = torch.randn(2, 2, L, 8), torch.randn(2, 2, S, 8)
+        slopes = torch.rand(2)
+        for diagonal, bias in ((0, causal_upper_left(L, S)), (S - L, causal_lower_right(L, S))):
+            mask = torch.ones(L, S, dtype=torch.bool).tril(diagonal)
+            for options in ({}, {"is_causal": True}, {"alibi_slopes": slopes}, {"window_size": (2, 3)}):
+                for alignment in ("upper_left", "lower_right"):
+                    options = options | {"causal_alignment": alignment, "impl": impl}
+                    torch.testing.assert_close(
+                        attend(q, k, k, bias, **options), attend(q, k, k, mask, **options)
+                    )
+        with pytest.raises(RuntimeError, match="attn_mask is a causal bias of"):
+            attend(q, k, k, causal_upper_left(L, S + 1), impl=impl)
+
+
+def test_numbers_of_other_types(impl):
+    """Tensors and NumPy scalars of one number are taken as that number."""
+    q = torch.randn(1, 2, 9, 8)
+    options = {"is_causal": True, "impl": impl}
+    expected = attend(q, q, q, scale=0.5, softcap=2.0, window_size=(3, 0), **options)
+    for number, integer in ((torch.tensor, torch.tensor), (np.float32, np.int64)):
+        out = attend(
+            q, q, q, scale=number(0.5), softcap=number(2.0), window_size=(integer(3), integer(0)), **options
+        )
+        assert torch.equal(out, expected)
+
+
 def test_mask_gradient_has_the_shape_and_dtype_of_the_mask(impl):
     for dtype, mask_dtype in (
         (torch.float32, torch.float32),
@@ -383,11 +431,24 @@ REFUSED = {
     "window of one number": (ValueError, "window_size.*3", lambda: attend(Q, K, K, window_size=3)),
     "softcap": (ValueError, "softcap.*-1", lambda: attend(Q, K, K, softcap=-1.0)),
     "infinite softcap": (ValueError, "softcap.*inf", lambda: attend(Q, K, K, softcap=math.inf)),
+    "text as scale": (TypeError, "scale.*'x'", lambda: attend(Q, K, K, scale="x")),
+    "scale beyond float": (ValueError, "scale", lambda: attend(Q, K, K, scale=10**400)),
+    "scales": (TypeError, "scale.*tensor", lambda: attend(Q, K, K, scale=torch.ones(2))),
+    "no dropout": (TypeError, "dropout_p.*None", lambda: attend(Q, K, K, dropout_p=None)),
+    "softcaps": (TypeError, "softcap.*tensor", lambda: attend(Q, K, K, softcap=torch.ones(4))),
+    "text as causal": (TypeError, "is_causal.*'no'", lambda: attend(Q, K, K, is_causal="no")),
+    "mask as causal": (TypeError, "is_causal.*tensor", lambda: attend(Q, K, K, is_causal=torch.ones(5, 7))),
+    "text as gqa": (TypeError, "enable_gqa.*'no'", lambda: attend(Q, K, K, enable_gqa="no")),
+    "text as lse": (TypeError, "return_lse.*'no'", lambda: attend(Q, K, K, return_lse="no")),
+    "window of reals": (ValueError, "window_size.*1.5", lambda: attend(Q, K, K, window_size=(1.5, 0))),
     "alignment": (ValueError, "causal_alignment.*middle", lambda: attend(Q, K, K, causal_alignment="middle")),
     "impl": (ValueError, "impl.*fast", lambda: attend(Q, K, K, impl="fast")),
     "triton": (NotImplementedError, "triton.*no triton kernel", lambda: attend(Q, K, K, impl="triton")),
     "torch, scaled": (NotImplementedError, "softcap", lambda: attend(Q, K, K, softcap=1.0, impl="torch")),
     "sparse": (NotImplementedError, "query.*dense", lambda: attend(Q[0, 0].to_sparse(), K, K)),
+    "mkldnn": (NotImplementedError, "key.*dense", lambda: attend(K, K.to_mkldnn(), K)),
+    "sparse, 4-D": (NotImplementedError, "value.*dense", lambda: attend(K, K, K.to_sparse())),
+    "nested": (NotImplementedError, "query.*dense", lambda: attend(torch.nested.nested_tensor([*K]), K, K)),
     "device": (RuntimeError, "key is on meta", lambda: attend(Q, K.to("meta"), K)),
 }  # fmt: skip
 
@@ -395,6 +456,7 @@ REFUSED = {
 @pytest.mark.parametrize("mistake", REFUSED)
 def test_refused(mistake):
     error, message, run = REFUSED[mistake]
+    attend(Q, K, K)  # from now on there is a short way
     with pytest.raises(error, match=message):
         run()
 

@@ -9,6 +9,7 @@ import torch.autograd.forward_ad as forward_ad
 import torch.utils.checkpoint
 from attention_cases import require
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
 
 import fastattn
 from fastattn.ops.attention import attention_with_weights
@@ -37,6 +38,10 @@ def with_dropout(query, key, value, impl):
     return (attend(query, key, value, dropout_p=0.3, impl=impl),)
 
 
+def of_one_tensor(x, impl):
+    return (attend(x, x, x, x.mean(-1, keepdim=True), is_causal=True, window_size=[9, 0], impl=impl),)
+
+
 def with_weights(query, key, value, impl):
     return attention_with_weights(query, key, value, is_causal=True, impl=impl)
 
@@ -59,6 +64,7 @@ COMPILED = {
     "options": (with_options, optional),
     "dropout": (with_dropout, three(2, 4)),
     "weights": (with_weights, three(2, 4)),
+    "one tensor": (of_one_tensor, lambda L: three(2, 4)(L)[:1]),
 }
 # Tracing the reference takes seconds each time, so that its compilation is checked on one case.
 CHOICES = [("cpu", name, None) for name in COMPILED]
@@ -273,6 +279,103 @@ def test_forward_mode_is_refused_not_zero():
                 torch.ops.fastattn.attention_forward(q, dual, q, *[None] * 5, 1.0, 0.0, -1, -1, False, 0.0)
     _, tangent = torch.func.jvp(lambda q: attend(q, q, q, impl="reference"), (q,), (q,))
     assert (tangent != 0).all()
+
+
+def test_forward_mode_is_refused_under_a_tracer():
+    require("cpu")
+    q = normal(1, 2, 5, 4)
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.linearize(lambda q: attend(q, q, q, softcap=1.0), q)
+
+
+# Tensors that are more than memory on the CPU
+
+
+def with_each(tensors, make):
+    """Argument lists with one tensor, and with all, passed through ``make``."""
+    for chosen in (*[[n] for n in range(len(tensors))], range(len(tensors))):
+        yield [make(t) if n in chosen else t for n, t in enumerate(tensors)], chosen
+
+
+def negated(tensor):
+    twin = torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
+    assert twin.is_neg() and torch.equal(twin, tensor)
+    return twin
+
+
+@pytest.mark.parametrize("wanted", (False, True))
+def test_pending_negation(impl, wanted):
+    single = [t.float() for t in tensors()]
+    for inputs in (single[:1] * 3, single[:4], single):
+        rest = [None] * (6 - len(inputs))
+        leaves = [t.clone().requires_grad_(wanted) for t in inputs]
+        expected = everything(*leaves, *rest, impl, None)
+        for args, _ in with_each(leaves, lambda t: negated(t.detach()).requires_grad_(wanted)):
+            results = everything(*args, *rest, impl, None)
+            torch.testing.assert_close(results, expected)
+            if wanted:
+                gradient = negated(torch.ones_like(results[0]))
+                mine = torch.autograd.grad(results[0], args, gradient)
+                theirs = torch.autograd.grad(expected[0], leaves, gradient, retain_graph=True)
+                torch.testing.assert_close(mine, theirs)
+    q = single[0]
+    attend(q, q, q)
+    for args, _ in with_each([q, q, q], negated):
+        assert torch.equal(attend(*args, impl="auto"), attend(q, q, q))
+
+
+def test_zeros_without_memory():
+    require("cpu")
+    q = normal(1, 2, 5, 4)
+    for args, _ in with_each(
+        [q, q, q, normal(5, 5)], lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype)
+    ):
+        torch.testing.assert_close(attend(*args), attend(*[t + 0 for t in args]))
+
+
+def test_subclasses_are_seen_wherever_they_are(impl):
+    class Named(torch.Tensor):
+        pass
+
+    inputs = [normal(1, 2, 5, 4), normal(1, 2, 5, 4), normal(1, 2, 5, 4), normal(5, 5)]
+    expected = attend(*inputs, impl=impl)
+    for args, _ in with_each(inputs, lambda t: t.as_subclass(Named)):
+        out = attend(*args, impl=impl)
+        assert type(out) is Named and torch.equal(out.as_subclass(torch.Tensor), expected)
+    attend(*inputs[:3])
+    for args, _ in with_each(inputs[:3], lambda t: t.as_subclass(Named)):
+        assert type(attend(*args)) is Named
+
+
+def test_wrappers_are_not_looked_through():
+    """A tensor without memory of its own beside plain ones: its class decides, nothing is read."""
+    require("cpu")
+    q, mask = normal(1, 2, 5, 4), normal(5, 5)
+    for args, chosen in with_each([q, q, q, mask], lambda t: FakeTensorMode().from_tensor(t)):
+        if len(chosen) == 1:
+            with pytest.raises(Exception, match="Fake"):
+                attend(*args)
+        if len(chosen) == 1 and chosen[0] < 3:
+            with pytest.raises(Exception, match="Fake"):
+                attend(*args[:3])
+    with FakeTensorMode():
+        fake = torch.empty(1, 2, 5, 4)
+        assert attend(fake, fake, fake, dropout_p=0.1).shape == (1, 2, 5, 4)
+
+
+@pytest.mark.parametrize("options", (
+    {}, {"is_causal": True}, {"softcap": 1.0, "dropout_p": 0.1, "return_lse": True},
+), ids=str)  # fmt: skip
+def test_meta_tensors(options):
+    q = torch.empty(2, 3, 5, 8, device="meta", requires_grad=True)
+    k, v = torch.empty(2, 3, 7, 8, device="meta"), torch.empty(2, 3, 7, 6, device="meta")
+    for autocast in (False, True):
+        with torch.autocast("cpu", enabled=autocast):
+            out = attend(q, k, v, **options)
+        out = out[0] if isinstance(out, tuple) else out
+        assert out.shape == (2, 3, 5, 6) and out.device.type == "meta"
+        out.sum().backward()
+        assert q.grad.shape == q.shape
 
 
 # Registration

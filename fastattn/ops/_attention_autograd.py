@@ -78,6 +78,7 @@ def _lse_dtype(query: Tensor) -> torch.dtype:
 
 
 CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_SCALARS = (type(None), float, int, bool)
 
 
 def is_watched() -> bool:
@@ -90,11 +91,23 @@ def is_watched() -> bool:
     )
 
 
-def call_op(op, query: Tensor, *args):
-    # Straight to the CPU kernel where nothing between could matter: a small call costs a third less.
-    if not is_compiling() and type(query) is Tensor and query.is_cpu and not is_watched():
-        return op._handle.redispatch_boxed(CPU_KEYS, query, *args)
-    return op(query, *args)
+def call_op(op, *args):
+    """The op without its derivative: that is the business of whoever calls."""
+    if is_compiling():
+        return op(*args)
+    if not is_watched() and all(map(_is_plain, args)):
+        # Straight to the CPU kernel where nothing between could matter: a small call costs a third less.
+        return op._handle.redispatch_boxed(CPU_KEYS, *args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
+def _is_plain(arg) -> bool:
+    kind = arg.__class__
+    if kind is Tensor or kind is torch.nn.Parameter:
+        # Negations that are still to be done, and zeros without memory, are resolved by the dispatcher.
+        return arg.is_cpu and not arg.is_neg() and not arg._is_zerotensor()
+    return kind in _SCALARS  # or a subclass of Tensor
 
 
 class Attention(torch.autograd.Function):
@@ -335,7 +348,12 @@ def needs_function(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def apply_function(function, *args):
-    if is_compiling() or _are_functorch_transforms_active():
+    if is_compiling():
+        # Tracing refuses one tensor as two arguments.
+        again = [isinstance(a, Tensor) and any(a is b for b in args[:n]) for n, a in enumerate(args)]
+        args = [a.view_as(a) if seen else a for a, seen in zip(args, again, strict=True)]
+        return function.apply(*args)
+    if _are_functorch_transforms_active():
         return function.apply(*args)
     # Function.apply inspects the signature of forward at each call, which takes longer than a small kernel;
     # what it calls in the end, where no transform is active, is this.

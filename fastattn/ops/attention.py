@@ -11,6 +11,7 @@ from torch._C import _is_any_autocast_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from fastattn._choose import KERNEL_DTYPES, Request, candidates, choose
 from fastattn.ops._attention_autograd import (
@@ -111,8 +112,26 @@ def _check_tensors(tensors: Sequence[Tensor | None]) -> None:
         ("sinks", sinks, (query.dtype, torch.float32)),
     ):
         if tensor is not None and tensor.dtype not in dtypes:
-            allowed = " or ".join([str(d) for d in dtypes])
+            allowed = " or ".join(dict.fromkeys([str(d) for d in dtypes]))
             raise RuntimeError(f"{name} must be {allowed} beside a {query.dtype} query, got {tensor.dtype}")
+
+
+def _number(name: str, given) -> float:
+    if isinstance(given, (float, int)) and not isinstance(given, bool):
+        try:
+            return float(given)
+        except OverflowError:
+            raise ValueError(f"{name} is too large: {given}") from None
+    try:
+        return float(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a number, got {given!r}") from None
+
+
+def _check_flags(**flags) -> None:
+    for name, given in flags.items():
+        if not isinstance(given, (int, torch.SymBool)):
+            raise TypeError(f"{name} must be a bool, got {given!r}")
 
 
 def _check_options(dropout_p, window_size, softcap, causal_alignment) -> None:
@@ -124,18 +143,38 @@ def _check_options(dropout_p, window_size, softcap, causal_alignment) -> None:
         raise ValueError(f"causal_alignment must be 'upper_left' or 'lower_right', got {causal_alignment!r}")
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size must be a pair (left, right), got {window_size!r}")
-    if not all(isinstance(n, int) and n >= -1 for n in window_size):
+    if not all((isinstance(n, int) or hasattr(n, "__index__")) and n >= -1 for n in window_size):
         raise ValueError(
             f"window_size must hold two integers of at least -1 (unlimited), got {window_size!r}"
         )
 
 
+def _of_causal_bias(bias: CausalBias, L: int, S: int, is_causal: bool, alignment: str, anchored: bool):
+    """attn_mask, is_causal and causal_alignment that mean the same as torch's object for a causal mask.
+
+    ``anchored`` says that other options depend on the alignment, which then has to stay as it is.
+    """
+    if (bias.seq_len_q, bias.seq_len_kv) != (L, S):
+        raise RuntimeError(
+            f"attn_mask is a causal bias of ({bias.seq_len_q}, {bias.seq_len_kv}), the scores are ({L}, {S})"
+        )
+    lower_right = bias.variant == CausalVariant.LOWER_RIGHT
+    if L == S or lower_right == (alignment == "lower_right"):
+        return None, True, alignment
+    if not (is_causal or anchored):
+        return None, True, "lower_right" if lower_right else "upper_left"
+    return torch.ones(L, S, dtype=torch.bool).tril(S - L if lower_right else 0), is_causal, alignment
+
+
 def _autocast(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     # As torch's autocast of its own function, except that float32 masks stay float32: a finite float32
     # minimum rounded to float16 would become -inf, and hide what was only discouraged.
-    if not isinstance(tensors[0], Tensor) or not torch.is_autocast_enabled(tensors[0].device.type):
+    if not isinstance(tensors[0], Tensor):
         return tensors
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    kind = tensors[0].device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
 
     def cast(tensor, *keep):
         lower = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype not in keep
@@ -152,9 +191,24 @@ def _prepare(
 ) -> _Prepared:  # fmt: skip
     if _is_any_autocast_enabled():
         tensors = _autocast(tensors)
+    causal_bias = tensors[3] if isinstance(tensors[3], CausalBias) else None
+    if causal_bias is not None:
+        tensors = (*tensors[:3], None, *tensors[4:])
     _check_tensors(tensors)
+    dropout_p, softcap = _number("dropout_p", dropout_p), _number("softcap", softcap)
+    _check_flags(is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
     _check_options(dropout_p, window_size, softcap, causal_alignment)
     query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks = tensors
+    window_left, window_right = [n if isinstance(n, int) else n.__index__() for n in window_size]
+    if causal_bias is not None:
+        L, S = query.shape[-2], key.shape[-2]
+        anchored = alibi_slopes is not None or window_left >= 0 or window_right >= 0
+        attn_mask, is_causal, causal_alignment = _of_causal_bias(
+            causal_bias, L, S, is_causal, causal_alignment, anchored
+        )
+        if attn_mask is not None:
+            attn_mask = attn_mask.to(query.device)
+            tensors = (*tensors[:3], attn_mask, *tensors[4:])
     D = query.shape[-1]
     if key.shape[-1] != D:
         raise RuntimeError(f"query and key must have the same head dim: {_found(tensors)}")
@@ -174,7 +228,7 @@ def _prepare(
     used = []
     if is_causal:
         used.append("is_causal")
-    if window_size[0] >= 0 or window_size[1] >= 0:
+    if window_left >= 0 or window_right >= 0:
         used.append("window_size")
     if softcap > 0:
         used.append("softcap")
@@ -185,14 +239,10 @@ def _prepare(
     for name, tensor in zip(_NAMES[3:], tensors[3:], strict=True):
         if tensor is not None:
             used.append(name)
-    if scale is None:
-        scale = D**-0.5 if D else 1.0
+    scale = (D**-0.5 if D else 1.0) if scale is None else _number("scale", scale)
     # Windows are capped far beyond any length, so that adding positions to them cannot overflow.
-    window_left, window_right = min(window_size[0], _FAR), 0 if is_causal else min(window_size[1], _FAR)
-    options = (
-        float(scale), float(softcap), window_left, window_right, causal_alignment == "lower_right",
-        float(dropout_p),
-    )  # fmt: skip
+    window_left, window_right = min(window_left, _FAR), 0 if is_causal else min(window_right, _FAR)
+    options = (scale, softcap, window_left, window_right, causal_alignment == "lower_right", dropout_p)
     return _Prepared(
         *tensors, options, batch, head_dims, Request(query.device.type, query.dtype, tuple(used))
     )
@@ -229,7 +279,8 @@ def _arrange(
     query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks = tensors
     L, S = query.shape[-2], key.shape[-2]
     dims = max(query.dim(), key.dim(), value.dim()) - 2
-    head_dims = min(dims, 1)
+    # A mask that has heads gives them to the result, too.
+    head_dims = min(max(dims, 0 if attn_mask is None else attn_mask.dim() - 2), 1)
     if (
         dims == 1
         and key_padding_mask is not None
@@ -396,7 +447,8 @@ def scaled_dot_product_attention(
         query: (..., H, L, D), any strides; (L, D) and any number of leading dimensions work, and broadcast.
         key: (..., Hkv, S, D). value: (..., Hkv, S, Dv).
         attn_mask: broadcastable to (..., H, L, S); boolean (True = attend), or added to the scaled scores: of
-            the query's dtype or float32. Has a gradient in its own shape.
+            the query's dtype or float32. Has a gradient in its own shape. Also one of
+            ``torch.nn.attention.bias``.
         dropout_p: probability of dropping a weight; the others are scaled by ``1 / (1 - dropout_p)``. Applied
             whenever it is not 0. The pattern depends on torch's generator alone.
         is_causal: query i sees keys up to i + offset, also in combination with a mask.
@@ -445,13 +497,15 @@ def scaled_dot_product_attention(
         attn_mask is None
         and not is_compiling()
         and query.__class__ is key.__class__ is value.__class__ is Tensor
-        and query.is_cpu
+        and not (query.is_nested or key.is_nested or value.is_nested)
         and impl == "auto"
         and key_padding_mask is None
         and alibi_slopes is None
         and sinks is None
-        and dropout_p == 0.0
-        and softcap == 0.0
+        and is_causal.__class__ is enable_gqa.__class__ is return_lse.__class__ is bool
+        and dropout_p.__class__ is softcap.__class__ is float
+        and dropout_p == softcap == 0.0
+        and (scale is None or scale.__class__ is float)
         and window_size is _UNLIMITED
         and causal_alignment == "upper_left"
         and not (
@@ -466,13 +520,16 @@ def scaled_dot_product_attention(
             and shape[3] > 0
             and dtype is key.dtype is value.dtype
             and dtype in _plain_dtypes
+            and query.is_cpu
             and key.is_cpu
             and value.is_cpu
+            and query.layout is key.layout is value.layout is torch.strided
+            and not (query.is_neg() or key.is_neg() or value.is_neg())
             and forward_ad._current_level < 0
             and not _is_any_autocast_enabled()
             and not is_watched()
         ):
-            scale = shape[3] ** -0.5 if scale is None else float(scale)
+            scale = shape[3] ** -0.5 if scale is None else scale
             right = 0 if is_causal else -1
             out, lse = _forward_on_cpu(
                 CPU_KEYS, query, key, value, None, None, None, None, None, scale, 0.0, -1, right, False, 0.0

@@ -155,7 +155,8 @@ def attention(
             column = sinks.to(score.dtype).view(1, H, 1, 1).expand_as(column)
         # The maximum only keeps exp in range; it cancels, so it takes no part in the gradient.
         top = torch.cat([score, column], -1).detach().amax(-1, keepdim=True)
-        live = row_sees if sinks is None else torch.ones_like(row_sees)
+        # A row that sees no key still has its sink, unless that is -inf: no logit at all.
+        live = row_sees if sinks is None else row_sees | (column != -torch.inf)
         top = torch.where(live, top, 0.0)
         weights = torch.exp(score - top)
         total = weights.sum(-1, keepdim=True)
