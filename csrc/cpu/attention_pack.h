@@ -153,15 +153,15 @@ struct KeyScratch {
 
 template <class T>
 inline bool row_is_finite(const T* row, int64_t stride, int64_t columns) {
-  A<T> sum = 0;  // x * 0 is 0 for finite x, NaN otherwise
   if (stride == 1) {
-    V<T> total{};
+    V<T> total{};  // x * 0 is 0 for finite x, NaN otherwise
     int64_t d = 0;
     for (; d + N<T> <= columns; d += N<T>) total += load_wide(row + d) * A<T>(0);
-    sum = reduce_add<A<T>>(total);
+    if (any(total != 0)) return false;
     row += d;
     columns -= d;
   }
+  A<T> sum = 0;
   for (int64_t d = 0; d < columns; ++d) sum += A<T>(to_float(row[d * stride])) * A<T>(0);
   return sum == 0;
 }

@@ -66,12 +66,25 @@ inline int fill_mask_tile(const Problem<T>& problem, const Tile<T>& tile, int64_
       const M* row[N<T>];
       for (int r = 0; r < N<T>; ++r)
         row[r] = data + offset(mask, tile.b, tile.head[v * N<T> + r], tile.row[v * N<T> + r], begin);
+      const int64_t stride = mask.stride[3];
+      const int64_t ahead = kTile<T> * mask.stride[2];  // the same keys of the next tile, which comes next
       for (int64_t j = 0; j < keys; j += N<T>) {
         V<T> block[N<T>];
-        for (int r = 0; r < N<T>; ++r)
-          block[r] = units(load_mask<T>(row[r] + j * mask.stride[3], mask.stride[3], keys - j));
+        if (stride == 1 && keys - j >= N<T>)
+#pragma GCC unroll 16
+          for (int r = 0; r < N<T>; ++r) {
+            block[r] = units(load_mask<T>(row[r] + j, 1, N<T>));
+            __builtin_prefetch(row[r] + ahead + j);
+          }
+        else
+          for (int r = 0; r < N<T>; ++r)
+            block[r] = units(load_mask<T>(row[r] + j * stride, stride, keys - j));
         transpose<A<T>>(block);
-        for (int i = 0; i < N<T> && j + i < keys; ++i) store(bias + (j + i) * kTile<T> + v * N<T>, block[i]);
+        if (keys - j >= N<T>)
+#pragma GCC unroll 16
+          for (int i = 0; i < N<T>; ++i) store(bias + (j + i) * kTile<T> + v * N<T>, block[i]);
+        else
+          for (int i = 0; i < keys - j; ++i) store(bias + (j + i) * kTile<T> + v * N<T>, block[i]);
       }
     }
   }
@@ -160,7 +173,8 @@ struct Scores {
     const A<T>* hidden = bias + (from - span.begin) * kTile<T>;
     factor = A<T>(p.scale * kLog2e);
     if (problem.general) {
-      const A<T> scale = A<T>(p.scale), cap = A<T>(p.softcap);
+      const A<T> cap = A<T>(p.softcap), cap_log2 = A<T>(p.softcap * kLog2e);
+      const A<T> scale = A<T>(cap > 0 ? p.scale : p.scale * kLog2e);
       const A<T> inverse_cap = cap > 0 ? A<T>(1) / cap : A<T>(0);
       for (int64_t j = 0; j < last - first; ++j)
 #pragma GCC unroll 4
@@ -169,10 +183,9 @@ struct Scores {
           V<T> s = load(at) * scale;
           if (cap > 0) {
             V<T> t = tanh(s * inverse_cap);
-            s = t * cap;
+            s = t * cap_log2;
             if (bend) store(bend + (from + j) * kTile<T> + v * N<T>, A<T>(1) - t * t);
           }
-          s *= A<T>(kLog2e);
           if (p.alibi.data) {
             V<T> distance = load(tile.diagonal + v * N<T>) - A<T>(first + j);
             distance = distance < 0 ? -distance : distance;
@@ -230,8 +243,12 @@ inline void put_tile_as(const View& view, const Tile<T>& tile, int64_t begin, in
   for (int v = 0; v < NV; ++v)
     for (int64_t j = 0; j < keys; j += N<T>) {
       V<T> block[N<T>];
-      for (int i = 0; i < N<T>; ++i)
-        block[i] = j + i < keys ? load(values + (j + i) * kTile<T> + v * N<T>) : V<T>{};
+      if (keys - j >= N<T>)
+#pragma GCC unroll 16
+        for (int i = 0; i < N<T>; ++i) block[i] = load(values + (j + i) * kTile<T> + v * N<T>);
+      else
+        for (int i = 0; i < N<T>; ++i)
+          block[i] = j + i < keys ? load(values + (j + i) * kTile<T> + v * N<T>) : V<T>{};
       transpose<A<T>>(block);
       for (int i = 0; i < N<T>; ++i) {
         int r = v * N<T> + i;

@@ -498,7 +498,7 @@ def scaled_dot_product_attention(
         and not is_compiling()
         and query.__class__ is key.__class__ is value.__class__ is Tensor
         and not (query.is_nested or key.is_nested or value.is_nested)
-        and impl == "auto"
+        and (impl == "auto" or impl == "cpu")
         and key_padding_mask is None
         and alibi_slopes is None
         and sinks is None
@@ -506,7 +506,7 @@ def scaled_dot_product_attention(
         and dropout_p.__class__ is softcap.__class__ is float
         and dropout_p == softcap == 0.0
         and (scale is None or scale.__class__ is float)
-        and window_size is _UNLIMITED
+        and (window_size is _UNLIMITED or window_size == _UNLIMITED)
         and causal_alignment == "upper_left"
         and not (
             (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled()
