@@ -312,6 +312,12 @@ def test_no_bar_is_met_by_a_disturbed_roof():
     for fraction, verdict in ((0.4, "missed"), (0.9, "met"), (30.0, "not measured")):
         result.roof_fraction = {"fp32": {bar.contestant: Spread(fraction, fraction, fraction)}}
         assert report.judge(bar, [result]).verdict == verdict
+    # Six times the peak of one unit is no disturbance where another unit did the work.
+    result = CaseResult("case", ("tag",), roof="bf16")
+    for tiles, verdict in ((0.2, "met"), (3.0, "not measured")):
+        fractions = {"bf16": 6.0, "bf16_tile": tiles}
+        result.roof_fraction = {k: {bar.contestant: Spread(f, f, f)} for k, f in fractions.items()}
+        assert report.judge(bar, [result]).verdict == verdict
 
 
 def test_roof_counts_the_operations_of_all_threads_and_refuses_nonsense():
