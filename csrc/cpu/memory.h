@@ -10,7 +10,9 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-// Scratch memory of one thread. A small arena stays with its thread between calls, a large one is returned.
+// Scratch memory of one thread. What does not fit in the first block goes to further ones; the next scope
+// then starts with one block for all. A small block stays with its thread between tasks and calls, a large
+// one is returned.
 class Arena {
  public:
   ~Arena() { release(); }
@@ -20,6 +22,7 @@ class Arena {
     if (used_ + bytes > capacity_) grow(bytes);
     char* p = base_ + used_;
     used_ += bytes;
+    total_ += bytes;
     return reinterpret_cast<E*>(p);
   }
   template <class E>
@@ -40,10 +43,11 @@ class Arena {
   struct Block {
     Block* previous;
   };
+  struct alignas(64) Header : Block {};
   void grow(size_t bytes) {
-    size_t capacity = 2 * capacity_ > bytes + 64 ? 2 * capacity_ : bytes + 64;
-    if (capacity < (size_t(1) << 16)) capacity = size_t(1) << 16;
-    if (capacity > 2 * kKeep) capacity = bytes + 64;
+    const size_t least = bytes + sizeof(Header);
+    size_t capacity = last_ ? 2 * capacity_ : expected_;
+    if (capacity > 2 * kKeep || capacity < least) capacity = least;
     void* memory = std::aligned_alloc(64, size_t(round_up(int64_t(capacity), 64)));
     if (!memory) throw std::bad_alloc();
     auto* block = static_cast<Block*>(memory);
@@ -51,11 +55,15 @@ class Arena {
     last_ = block;
     base_ = static_cast<char*>(memory);
     capacity_ = capacity;
-    used_ = 64;
+    used_ = sizeof(Header);
   }
   void reset() {
-    if (last_ && (last_->previous || capacity_ > kKeep)) return release();
-    used_ = last_ ? 64 : 0;
+    if (last_ && (last_->previous || capacity_ > kKeep)) {
+      if (total_ <= kKeep) expected_ = total_ + sizeof(Header);
+      release();
+    }
+    used_ = last_ ? sizeof(Header) : 0;
+    total_ = 0;
   }
   void release() {
     while (last_) {
@@ -68,7 +76,9 @@ class Arena {
   }
   Block* last_ = nullptr;
   char* base_ = nullptr;
-  size_t capacity_ = 0, used_ = 0;
+  size_t capacity_ = 0, used_ = 0;     // of the last block
+  size_t total_ = 0;                   // taken in this scope, from all blocks
+  size_t expected_ = size_t(1) << 16;  // what a scope takes
 };
 
 inline Arena& thread_arena() {
