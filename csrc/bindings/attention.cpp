@@ -1,5 +1,5 @@
 // Softmax attention: the registered CPU ops over the kernels of csrc/cpu/attention.h. The schemas are defined
-// in fastattn/ops/attention.py.
+// in fastattn/ops/_attention_autograd.py.
 #include "attention.h"
 
 #include <tuple>
@@ -191,12 +191,12 @@ Tensor attention_weights(const Tensor& query, const Tensor& key, const Tensor& l
        {scale, softcap, window_left, window_right, lower_right, dropout_p});
   const Tensor held_lse = fill_lse(p, lse);
   p.average = average_heads;
-  Tensor weights = average_heads ? allocate_contiguous(lse_dtype(p), {p.B, p.L, p.S})
-                                 : allocate_contiguous(lse_dtype(p), {p.B, p.H, p.L, p.S});
+  Tensor weights = average_heads ? allocate_contiguous(p.query.dtype, {p.B, p.L, p.S})
+                                 : allocate_contiguous(p.query.dtype, {p.B, p.H, p.L, p.S});
   p.weights = output_view(weights);
   if (average_heads) std::copy_backward(p.weights.stride + 1, p.weights.stride + 3, p.weights.stride + 4);
   attention_kernels().weights(p, torch_parallel());
-  return to_dtype(weights, p.query.dtype);
+  return weights;
 }
 
 }  // namespace

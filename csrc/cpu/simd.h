@@ -79,7 +79,7 @@ FASTATTN_INLINE void store(E* p, Vec<E> v) {
 }
 template <class E>
 FASTATTN_INLINE Vec<E> broadcast(E x) {
-  return x - Vec<E>{};  // folds to one broadcast; keeps NaN and the sign of zero irrelevant here
+  return x - Vec<E>{};  // subtracting zero folds away: one broadcast instruction
 }
 template <class To, class From>
 FASTATTN_INLINE To bit_cast(From from) {
