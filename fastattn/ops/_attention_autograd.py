@@ -1,25 +1,23 @@
 """The registered ops of softmax attention, and their derivatives under autograd and torch.func."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import (
-    _are_functorch_transforms_active,
-    _get_tracing_state,
-    _len_torch_dispatch_stack,
-)
-from torch._C._autograd import _profiler_enabled
-from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch._C import _are_functorch_transforms_active
 
+from fastattn.ops._common import (
+    call_op,
+    library,
+    logical_dim,
+    logical_size,
+    map_each,
+    register_autograd,
+    wide_dtype,
+)
 from fastattn.reference import attention as reference
 
-__all__ = [
-    "CPU_KEYS", "Attention", "AttentionWeights", "apply_function", "call_op", "forward_op", "is_watched",
-    "needs_function", "weights_op",
-]  # fmt: skip
+__all__ = ["Attention", "AttentionWeights", "forward_op", "weights_op"]
 
 # Everything is four-dimensional here: query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv),
 # attn_mask with dimensions that are full or 1, key_padding_mask (B, S), alibi_slopes (H,) or (B, H), sinks
@@ -28,18 +26,17 @@ __all__ = [
 _OPTIONS = "float scale, float softcap, int window_left, int window_right, bool lower_right, float dropout_p"
 _BIASES = "Tensor? attn_mask, Tensor? key_padding_mask, Tensor? alibi_slopes"
 
-_library = torch.library.Library("fastattn", "FRAGMENT")
-_library.define(
+library.define(
     f"attention_forward(Tensor query, Tensor key, Tensor value, {_BIASES}, Tensor? sinks, "
     f"Tensor? dropout_seed, {_OPTIONS}) -> (Tensor out, Tensor lse)"
 )
-_library.define(
+library.define(
     "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
     f"Tensor out, Tensor lse, {_BIASES}, Tensor? sinks, Tensor? dropout_seed, {_OPTIONS}, "
     "bool mask_grad, bool alibi_grad, bool sinks_grad) -> (Tensor grad_query, Tensor grad_key, "
     "Tensor grad_value, Tensor grad_mask, Tensor grad_alibi, Tensor grad_sinks)"
 )
-_library.define(
+library.define(
     f"attention_weights(Tensor query, Tensor key, Tensor lse, {_BIASES}, Tensor? dropout_seed, {_OPTIONS}, "
     "bool average_heads) -> Tensor"
 )
@@ -48,15 +45,15 @@ backward_op = torch.ops.fastattn.attention_backward.default
 weights_op = torch.ops.fastattn.attention_weights.default
 
 
-@torch.library.register_fake("fastattn::attention_forward", lib=_library)
+@torch.library.register_fake("fastattn::attention_forward", lib=library)
 def _(query, key, value, *args):
     (B, H, L, _), Dv = query.shape, value.shape[3]
     # Heads beside channels in memory: joining them afterwards is then a view.
     out = query.new_empty((B, L, H, Dv)).transpose(1, 2)
-    return out, query.new_empty((B, H, L), dtype=_lse_dtype(query))
+    return out, query.new_empty((B, H, L), dtype=wide_dtype(query.dtype))
 
 
-@torch.library.register_fake("fastattn::attention_backward", lib=_library)
+@torch.library.register_fake("fastattn::attention_backward", lib=library)
 def _(
     grad_out, grad_lse, query, key, value, out, lse, attn_mask, key_padding_mask, alibi_slopes, sinks, *args
 ):
@@ -67,47 +64,10 @@ def _(
     )
 
 
-@torch.library.register_fake("fastattn::attention_weights", lib=_library)
+@torch.library.register_fake("fastattn::attention_weights", lib=library)
 def _(query, key, lse, *args):
     (B, H, L, _), S = query.shape, key.shape[2]
     return query.new_empty((B, L, S) if args[-1] else (B, H, L, S))
-
-
-def _lse_dtype(query: Tensor) -> torch.dtype:
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
-
-
-CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-_SCALARS = (type(None), float, int, bool)
-
-
-def is_watched() -> bool:
-    """Whether a transform, mode, tracer or profiler wants to see each op pass through the dispatcher."""
-    return (
-        _are_functorch_transforms_active()
-        or _len_torch_dispatch_stack() > 0
-        or _get_tracing_state() is not None
-        or _profiler_enabled()
-    )
-
-
-def call_op(op, *args):
-    """The op without its derivative: that is the business of whoever calls."""
-    if is_compiling():
-        return op(*args)
-    if not is_watched() and all(map(_is_plain, args)):
-        # Straight to the CPU kernel where nothing between could matter: a small call costs a third less.
-        return op._handle.redispatch_boxed(CPU_KEYS, *args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return op(*args)
-
-
-def _is_plain(arg) -> bool:
-    kind = arg.__class__
-    if kind is Tensor or kind is torch.nn.Parameter:
-        # Negations that are still to be done, and zeros without memory, are resolved by the dispatcher.
-        return arg.is_cpu and not arg.is_neg() and not arg._is_zerotensor()
-    return kind in _SCALARS  # or a subclass of Tensor
 
 
 class Attention(torch.autograd.Function):
@@ -155,8 +115,8 @@ class Attention(torch.autograd.Function):
         # Sinks have no batch dimension, and a dropout pattern depends on the position in the batch: one call
         # each.
         if in_dims[6] is not None or args[7] is not None:
-            return _map_each(Attention, info, in_dims, args)
-        B = _logical_size(args[0], in_dims[0], 0)
+            return map_each(Attention, info, in_dims, args)
+        B = logical_size(args[0], in_dims[0], 0)
         fold = _Fold(info.batch_size, B)
         query, key, value, padding = (fold.batched(args[n], in_dims[n]) for n in (0, 1, 2, 4))
         attn_mask = fold.mask(args[3], in_dims[3])
@@ -220,9 +180,9 @@ class AttentionBackward(torch.autograd.Function):
     def vmap(info, in_dims, *args):
         mask_grad, alibi_grad, sinks_grad = args[18:]
         if in_dims[10] is not None or sinks_grad or args[11] is not None:
-            return _map_each(AttentionBackward, info, in_dims, args)
+            return map_each(AttentionBackward, info, in_dims, args)
         attn_mask, alibi_slopes = args[7], args[9]
-        B = _logical_size(args[2], in_dims[2], 0)
+        B = logical_size(args[2], in_dims[2], 0)
         fold = _Fold(info.batch_size, B)
         batched = [fold.batched(args[n], in_dims[n]) for n in range(7)]
         grads = AttentionBackward.apply(
@@ -234,8 +194,8 @@ class AttentionBackward(torch.autograd.Function):
         )
         outputs = [fold.unfold(g) for g in grads[:3]]
         for grad, wanted, shared in (
-            (grads[3], mask_grad, mask_grad and _logical_size(attn_mask, in_dims[7], 0) == 1),
-            (grads[4], alibi_grad, alibi_grad and _logical_dim(alibi_slopes, in_dims[9]) == 1),
+            (grads[3], mask_grad, mask_grad and logical_size(attn_mask, in_dims[7], 0) == 1),
+            (grads[4], alibi_grad, alibi_grad and logical_dim(alibi_slopes, in_dims[9]) == 1),
         ):
             if wanted:
                 grad = fold.unfold(grad)
@@ -282,30 +242,12 @@ class AttentionWeights(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, *args):
         if args[6] is not None:
-            return _map_each(AttentionWeights, info, in_dims, args)
-        fold = _Fold(info.batch_size, _logical_size(args[0], in_dims[0], 0))
+            return map_each(AttentionWeights, info, in_dims, args)
+        fold = _Fold(info.batch_size, logical_size(args[0], in_dims[0], 0))
         query, key, lse, padding = (fold.batched(args[n], in_dims[n]) for n in (0, 1, 2, 4))
         attn_mask, alibi_slopes = fold.mask(args[3], in_dims[3]), fold.slopes(args[5], in_dims[5])
         weights = AttentionWeights.apply(query, key, lse, attn_mask, padding, alibi_slopes, *args[6:])
         return fold.unfold(weights), 0
-
-
-def _map_each(function, info, in_dims, args):
-    results = []
-    for n in range(info.batch_size):
-        element = (a if d is None else a.select(d, n) for a, d in zip(args, in_dims, strict=True))
-        results.append(function.apply(*element))
-    if isinstance(results[0], Tensor):
-        return torch.stack(results), 0
-    return tuple(torch.stack(r) for r in zip(*results, strict=True)), (0,) * len(results[0])
-
-
-def _logical_size(tensor: Tensor, mapped: int | None, dim: int) -> int:
-    return tensor.shape[dim] if mapped is None else tensor.movedim(mapped, 0).shape[dim + 1]
-
-
-def _logical_dim(tensor: Tensor, mapped: int | None) -> int:
-    return tensor.dim() - (mapped is not None)
 
 
 class _Fold(NamedTuple):
@@ -338,40 +280,6 @@ class _Fold(NamedTuple):
         return tensor.unflatten(0, (self.N, self.B))
 
 
-def needs_function(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether autograd has to see the call: for a gradient, a transform, or a clear error in forward mode."""
-    return (
-        _are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
-    )
-
-
-def apply_function(function, *args):
-    if is_compiling():
-        # Tracing refuses one tensor as two arguments.
-        again = [isinstance(a, Tensor) and any(a is b for b in args[:n]) for n, a in enumerate(args)]
-        args = [a.view_as(a) if seen else a for a, seen in zip(args, again, strict=True)]
-        return function.apply(*args)
-    if _are_functorch_transforms_active():
-        return function.apply(*args)
-    # Function.apply inspects the signature of forward at each call, which takes longer than a small kernel;
-    # what it calls in the end, where no transform is active, is this.
-    return super(torch.autograd.Function, function).apply(*args)
-
-
-def _register_autograd(name: str, op, function) -> None:
-    """Gives the bare op its derivative too: called directly, it must not lose a gradient silently."""
-
-    def kernel(*args):
-        if needs_function([a for a in args if isinstance(a, Tensor)]):
-            return apply_function(function, *args)
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*args)
-
-    _library.impl(name, kernel, "Autograd")
-
-
-_register_autograd("attention_forward", forward_op, Attention)
-_register_autograd("attention_backward", backward_op, AttentionBackward)
-_register_autograd("attention_weights", weights_op, AttentionWeights)
+register_autograd("attention_forward", forward_op, Attention)
+register_autograd("attention_backward", backward_op, AttentionBackward)
+register_autograd("attention_weights", weights_op, AttentionWeights)

@@ -14,16 +14,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from fastattn._choose import KERNEL_DTYPES, Request, candidates, choose
-from fastattn.ops._attention_autograd import (
+from fastattn.ops._attention_autograd import Attention, AttentionWeights, forward_op, weights_op
+from fastattn.ops._common import (
     CPU_KEYS,
-    Attention,
-    AttentionWeights,
     apply_function,
+    autocast_dtype,
     call_op,
-    forward_op,
+    check_dense,
+    check_flags,
     is_watched,
     needs_function,
-    weights_op,
+    number,
 )
 from fastattn.reference import attention as reference
 
@@ -81,26 +82,8 @@ def _broadcast(
 
 def _check_tensors(tensors: Sequence[Tensor | None]) -> None:
     query = tensors[0]
-    for name, tensor in zip(_NAMES, tensors, strict=True):
-        if tensor is None and name not in ("query", "key", "value"):
-            continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
-        if tensor.is_nested or tensor.layout != torch.strided:
-            raise NotImplementedError(
-                f"{name} must be a dense tensor; nested and sparse ones are not supported"
-            )
-        if tensor.device != query.device:
-            raise RuntimeError(
-                f"{name} is on {tensor.device}, query on {query.device}: all must be on one device"
-            )
+    check_dense(_NAMES, tensors)
     for name, tensor in zip(_NAMES, tensors[:3], strict=False):
-        if tensor.dtype not in KERNEL_DTYPES:
-            raise RuntimeError(f"{name} must be float32, float64, bfloat16 or float16, got {tensor.dtype}")
-        if tensor.dtype != query.dtype:
-            raise RuntimeError(
-                f"{name} is {tensor.dtype}, query {query.dtype}: query, key and value must agree"
-            )
         if tensor.dim() < 2:
             raise RuntimeError(f"{name} must be (..., length, head dim), got {_found(tensors)}")
     _, _, _, attn_mask, key_padding_mask, alibi_slopes, sinks = tensors
@@ -114,24 +97,6 @@ def _check_tensors(tensors: Sequence[Tensor | None]) -> None:
         if tensor is not None and tensor.dtype not in dtypes:
             allowed = " or ".join(dict.fromkeys([str(d) for d in dtypes]))
             raise RuntimeError(f"{name} must be {allowed} beside a {query.dtype} query, got {tensor.dtype}")
-
-
-def _number(name: str, given) -> float:
-    if isinstance(given, (float, int)) and not isinstance(given, bool):
-        try:
-            return float(given)
-        except OverflowError:
-            raise ValueError(f"{name} is too large: {given}") from None
-    try:
-        return float(given)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name} must be a number, got {given!r}") from None
-
-
-def _check_flags(**flags) -> None:
-    for name, given in flags.items():
-        if not isinstance(given, (int, torch.SymBool)):
-            raise TypeError(f"{name} must be a bool, got {given!r}")
 
 
 def _check_options(dropout_p, window_size, softcap, causal_alignment) -> None:
@@ -169,12 +134,9 @@ def _of_causal_bias(bias: CausalBias, L: int, S: int, is_causal: bool, alignment
 def _autocast(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     # As torch's autocast of its own function, except that float32 masks stay float32: a finite float32
     # minimum rounded to float16 would become -inf, and hide what was only discouraged.
-    if not isinstance(tensors[0], Tensor):
+    dtype = autocast_dtype(tensors[0])
+    if dtype is None:
         return tensors
-    kind = tensors[0].device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
 
     def cast(tensor, *keep):
         lower = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype not in keep
@@ -195,8 +157,8 @@ def _prepare(
     if causal_bias is not None:
         tensors = (*tensors[:3], None, *tensors[4:])
     _check_tensors(tensors)
-    dropout_p, softcap = _number("dropout_p", dropout_p), _number("softcap", softcap)
-    _check_flags(is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
+    dropout_p, softcap = number("dropout_p", dropout_p), number("softcap", softcap)
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
     _check_options(dropout_p, window_size, softcap, causal_alignment)
     query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks = tensors
     window_left, window_right = [n if isinstance(n, int) else n.__index__() for n in window_size]
@@ -239,7 +201,7 @@ def _prepare(
     for name, tensor in zip(_NAMES[3:], tensors[3:], strict=True):
         if tensor is not None:
             used.append(name)
-    scale = (D**-0.5 if D else 1.0) if scale is None else _number("scale", scale)
+    scale = (D**-0.5 if D else 1.0) if scale is None else number("scale", scale)
     # Windows are capped far beyond any length, so that adding positions to them cannot overflow.
     window_left, window_right = min(window_left, _FAR), 0 if is_causal else min(window_right, _FAR)
     options = (scale, softcap, window_left, window_right, causal_alignment == "lower_right", dropout_p)

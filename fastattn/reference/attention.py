@@ -6,19 +6,14 @@ times and run under ``torch.func``, ``torch.compile`` and forward-mode different
 tensors.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
+
+from fastattn.reference._common import wide_dtype, without_autocast
 
 __all__ = ["attention", "attention_weights", "dropout_keep"]
 
 _LOW32 = 0xFFFFFFFF
-
-
-def _without_autocast(tensor: Tensor) -> AbstractContextManager:
-    # The meta device has no autocast, and asking torch to turn it off there is an error.
-    return nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)
 
 
 def _signed(constant: int) -> int:
@@ -86,7 +81,7 @@ def _masked_scores(
 ) -> tuple[Tensor, Tensor]:
     """Scores (B, H, L, S) in fp32 or fp64 with -inf where hidden, and the visibility they were hidden by."""
     (_, H, L, _), (Hkv, S) = query.shape, key.shape[1:3]
-    compute = torch.float64 if query.dtype == torch.float64 else torch.float32
+    compute = wide_dtype(query.dtype)
     visible = _visible(query, key, attn_mask, key_padding_mask, window_left, window_right, lower_right)
     # What nobody sees is replaced before the product, so that a NaN there reaches neither results nor
     # gradients.
@@ -135,7 +130,7 @@ def attention(
     fp32 and rounded once. A row that sees no key gives 0, lse = -inf (the sink, if there is one) and no
     gradient.
     """
-    with _without_autocast(query):
+    with without_autocast(query):
         H, Hkv = query.shape[1], key.shape[1]
         score, visible = _masked_scores(
             query,
@@ -188,7 +183,7 @@ def attention_weights(
     average_heads: bool,
 ) -> Tensor:
     """``exp(score - lse)`` after dropout, or its mean over heads; as ``fastattn::attention_weights``."""
-    with _without_autocast(query):
+    with without_autocast(query):
         score, visible = _masked_scores(
             query,
             key,

@@ -1,0 +1,163 @@
+"""What the operators share: how an op is registered, called, mapped and put under autograd, and how arguments
+are checked."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+)
+from torch._C._autograd import _profiler_enabled
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from fastattn._choose import KERNEL_DTYPES
+from fastattn.reference._common import wide_dtype
+
+__all__ = [
+    "CPU_KEYS", "apply_function", "autocast_dtype", "call_op", "check_dense", "check_flags", "is_watched",
+    "library", "logical_dim", "logical_size", "map_each", "needs_function", "number", "register_autograd",
+    "wide_dtype",
+]  # fmt: skip
+
+library = torch.library.Library("fastattn", "FRAGMENT")
+
+CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_SCALARS = (type(None), float, int, bool, str)
+
+
+def is_watched() -> bool:
+    """Whether a transform, mode, tracer or profiler wants to see each op pass through the dispatcher."""
+    return (
+        _are_functorch_transforms_active()
+        or _len_torch_dispatch_stack() > 0
+        or _get_tracing_state() is not None
+        or _profiler_enabled()
+    )
+
+
+def call_op(op, *args):
+    """The op without its derivative: that is the business of whoever calls."""
+    if is_compiling():
+        return op(*args)
+    if not is_watched() and all(map(_is_plain, args)):
+        # Straight to the CPU kernel where nothing between could matter: a small call costs a third less.
+        return op._handle.redispatch_boxed(CPU_KEYS, *args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
+def _is_plain(arg) -> bool:
+    kind = arg.__class__
+    if kind is Tensor or kind is torch.nn.Parameter:
+        # Negations that are still to be done, and zeros without memory, are resolved by the dispatcher.
+        return arg.is_cpu and not arg.is_neg() and not arg._is_zerotensor()
+    return kind in _SCALARS  # or a subclass of Tensor
+
+
+def needs_function(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether autograd has to see the call: for a gradient, a transform, or a clear error in forward mode."""
+    return (
+        _are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+    )
+
+
+def apply_function(function, *args):
+    if is_compiling():
+        # Tracing refuses one tensor as two arguments.
+        again = [isinstance(a, Tensor) and any(a is b for b in args[:n]) for n, a in enumerate(args)]
+        args = [a.view_as(a) if seen else a for a, seen in zip(args, again, strict=True)]
+        return function.apply(*args)
+    if _are_functorch_transforms_active():
+        return function.apply(*args)
+    # Function.apply inspects the signature of forward at each call, which takes longer than a small kernel;
+    # what it calls in the end, where no transform is active, is this.
+    return super(torch.autograd.Function, function).apply(*args)
+
+
+def register_autograd(name: str, op, function) -> None:
+    """Gives the bare op its derivative too: called directly, it must not lose a gradient silently."""
+
+    def kernel(*args):
+        if needs_function([a for a in args if isinstance(a, Tensor)]):
+            return apply_function(function, *args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    library.impl(name, kernel, "Autograd")
+
+
+def map_each(function, info, in_dims, args):
+    results = []
+    for n in range(info.batch_size):
+        element = (a if d is None else a.select(d, n) for a, d in zip(args, in_dims, strict=True))
+        results.append(function.apply(*element))
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    return tuple(torch.stack(r) for r in zip(*results, strict=True)), (0,) * len(results[0])
+
+
+def logical_size(tensor: Tensor, mapped: int | None, dim: int) -> int:
+    return tensor.shape[dim] if mapped is None else tensor.movedim(mapped, 0).shape[dim + 1]
+
+
+def logical_dim(tensor: Tensor, mapped: int | None) -> int:
+    return tensor.dim() - (mapped is not None)
+
+
+def check_dense(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
+    """Dense tensors on one device; the first three, query, key and value, are there and of one dtype."""
+    query = tensors[0]
+    for n, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
+        if tensor is None and n >= 3:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            raise NotImplementedError(
+                f"{name} must be a dense tensor; nested and sparse ones are not supported"
+            )
+        if tensor.device != query.device:
+            raise RuntimeError(
+                f"{name} is on {tensor.device}, query on {query.device}: all must be on one device"
+            )
+    for name, tensor in zip(names[:3], tensors[:3], strict=True):
+        if tensor.dtype not in KERNEL_DTYPES:
+            raise RuntimeError(f"{name} must be float32, float64, bfloat16 or float16, got {tensor.dtype}")
+        if tensor.dtype != query.dtype:
+            raise RuntimeError(
+                f"{name} is {tensor.dtype}, query {query.dtype}: query, key and value must agree"
+            )
+
+
+def number(name: str, given) -> float:
+    if isinstance(given, (float, int)) and not isinstance(given, bool):
+        try:
+            return float(given)
+        except OverflowError:
+            raise ValueError(f"{name} is too large: {given}") from None
+    try:
+        return float(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a number, got {given!r}") from None
+
+
+def check_flags(**flags) -> None:
+    for name, given in flags.items():
+        if not isinstance(given, (int, torch.SymBool)):
+            raise TypeError(f"{name} must be a bool, got {given!r}")
+
+
+def autocast_dtype(tensor) -> torch.dtype | None:
+    """The dtype that autocast asks for on the tensor's device; None where it is off."""
+    if not isinstance(tensor, Tensor):
+        return None
+    kind = tensor.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
