@@ -3,9 +3,10 @@
 import importlib
 
 from fastattn._explain import Explanation, explain
+from fastattn.graph import Graph
 from fastattn.ops.attention import scaled_dot_product_attention
 
-__all__ = ["Explanation", "explain", "nn", "replace_attention", "scaled_dot_product_attention"]
+__all__ = ["Explanation", "Graph", "explain", "nn", "replace_attention", "scaled_dot_product_attention"]
 __version__ = "0.1.0"
 
 
