@@ -21,11 +21,15 @@ KERNEL_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Request(NamedTuple):
-    """What decides the choice: device, dtype, and the names of the options that are not at their default."""
+    """What decides the choice: device, dtype, and the names of the options that are not at their default.
+
+    ``op`` is the registered op that a kernel has to implement for it.
+    """
 
     device: str
     dtype: torch.dtype
     options: tuple[str, ...]
+    op: str = "fastattn::attention_forward"
 
 
 def _cpu_cannot(request: Request) -> str | None:
@@ -33,10 +37,15 @@ def _cpu_cannot(request: Request) -> str | None:
         return f"its tensors must be on the CPU, these are on {request.device}"
     if request.dtype not in KERNEL_DTYPES:
         return f"it has no {request.dtype} kernel"
-    return _native.missing()
+    reason = _native.missing()
+    if reason is None and not _native.has_kernel(request.op):
+        return "the CPU library that was built has no kernel of this operator"
+    return reason
 
 
 def _torch_cannot(request: Request) -> str | None:
+    if request.op != "fastattn::attention_forward":
+        return "torch has no kernel that computes this operator"
     # torch masks by adding -inf, and NaN + -inf is NaN: what a mask hides would still reach the result. Empty
     # rows, log-sum-exp of them and every option torch lacks also differ; only the dense, unmasked call is the
     # same function.

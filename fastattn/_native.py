@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["build_info", "isa", "isas", "missing"]
+__all__ = ["build_info", "has_kernel", "isa", "isas", "missing"]
 
 
 def _load() -> str | None:
@@ -27,6 +27,7 @@ def _load() -> str | None:
 
 
 _missing = _load()
+_kernels = frozenset(torch._C._dispatch_get_registrations_for_dispatch_key("CPU") if _missing is None else ())
 _invalid_isa = None
 _isa = None
 
@@ -55,6 +56,11 @@ def missing() -> str | None:
     if _invalid_isa is not None:
         raise ValueError(_invalid_isa)
     return _missing
+
+
+def has_kernel(op: str) -> bool:
+    """Whether the native library implements the registered op of this name, ``fastattn::...``."""
+    return op in _kernels
 
 
 def isa() -> str | None:
