@@ -48,10 +48,9 @@ def _of_torch(matrix: Tensor) -> Parts:
             f"a sparse matrix must have CSR, CSC or COO layout, got {matrix.layout}"
             + (": an edge_index goes to Graph(edge_index)" if matrix.layout == torch.strided else "")
         )
-    sparse_dims = matrix.sparse_dim() if matrix.layout == torch.sparse_coo else matrix.dim()
-    if sparse_dims != 2 and not (
-        matrix.layout != torch.sparse_coo and matrix.dense_dim() == matrix.dim() - 2
-    ):
+    # Values may be vectors, as weights of several heads are: they are dimensions of their own.
+    coo = matrix.layout == torch.sparse_coo
+    if (matrix.sparse_dim() if coo else matrix.dim() - matrix.dense_dim()) != 2:
         raise RuntimeError(f"a sparse matrix must have two sparse dimensions, got {tuple(matrix.shape)}")
     num_dst, num_src = matrix.shape[:2]
     if matrix.layout == torch.sparse_csr:

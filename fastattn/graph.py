@@ -228,7 +228,7 @@ class Graph:
 
     @classmethod
     def from_sparse(cls, matrix) -> Graph:
-        """From the places that a sparse matrix stores, its rows being the targets: ``aggregate`` is ``A @ x``.
+        """From the places that a sparse matrix stores. Rows are targets: ``aggregate(x)`` is ``A @ x``.
 
         Takes ``torch.sparse`` matrices in CSR, CSC and COO layout, ``scipy.sparse`` ones in the same formats,
         ``torch_sparse.SparseTensor``, ``torch_geometric.EdgeIndex`` (which reads like an ``edge_index``: its
