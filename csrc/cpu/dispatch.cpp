@@ -2,6 +2,7 @@
 // operator.
 #include "attention.h"
 #include "build_config.h"
+#include "graph.h"
 #include "isa.h"
 #include "roof.h"
 
@@ -9,10 +10,12 @@
 #define FASTATTN_DECLARE(isa)                      \
   namespace isa {                                  \
   extern const AttentionKernels attention_kernels; \
+  extern const GraphKernels graph_kernels;         \
   extern const RoofKernels roof_kernels;           \
   }
 
 #define FASTATTN_ADDRESS_ATTENTION(isa) &isa::attention_kernels,
+#define FASTATTN_ADDRESS_GRAPH(isa) &isa::graph_kernels,
 #define FASTATTN_ADDRESS_ROOF(isa) &isa::roof_kernels,
 
 namespace fastattn {
@@ -21,6 +24,11 @@ FASTATTN_ISAS(FASTATTN_DECLARE)
 
 const AttentionKernels& attention_kernels() {
   static const AttentionKernels* const variants[] = {FASTATTN_ISAS(FASTATTN_ADDRESS_ATTENTION)};
+  return *variants[chosen_isa()];
+}
+
+const GraphKernels& graph_kernels() {
+  static const GraphKernels* const variants[] = {FASTATTN_ISAS(FASTATTN_ADDRESS_GRAPH)};
   return *variants[chosen_isa()];
 }
 

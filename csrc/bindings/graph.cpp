@@ -1,0 +1,78 @@
+// Graphs: the registered CPU op over csrc/cpu/graph.h, whose schema is defined in Python, and the balance of
+// the work split.
+#include "graph.h"
+
+#include <limits>
+#include <tuple>
+#include <vector>
+
+#include "graph_tensor.h"
+
+namespace fastattn {
+namespace {
+
+EdgeEnds ends_of(const char* name, const Tensor& tensor, int64_t nodes) {
+  STD_TORCH_CHECK(tensor.dim() == 1, name, " must have 1 dimension, got ", tensor.dim());
+  return {tensor.data_ptr(), tensor.stride(0), nodes, is_wide(name, tensor)};
+}
+
+int64_t node_at(const EdgeEnds& ends, int64_t edge) {
+  return ends.wide ? static_cast<const int64_t*>(ends.data)[edge * ends.stride]
+                   : static_cast<const int32_t*>(ends.data)[edge * ends.stride];
+}
+
+std::tuple<Tensor, Tensor, Tensor> graph_csr(const Tensor& row, const Tensor& col, int64_t num_rows,
+                                             int64_t num_cols) {
+  STD_TORCH_CHECK(num_rows >= 0 && num_cols >= 0, "num_rows and num_cols must not be negative, got ",
+                  num_rows, " and ", num_cols);
+  GraphCsrParams p{row.numel(), ends_of("row", row, num_rows), ends_of("col", col, num_cols)};
+  STD_TORCH_CHECK(col.numel() == p.edges && p.row.wide == p.col.wide,
+                  "row and col must have the same dtype and length, got lengths ", p.edges, " and ",
+                  col.numel());
+  const int64_t most = std::max({p.edges, num_rows, num_cols}), length = num_rows + 1;
+  p.wide = most > std::numeric_limits<int32_t>::max();
+  Tensor rowptr = allocate_index(true, &length, 1);
+  Tensor out_col = allocate_index(p.wide, &p.edges, 1), out_perm = allocate_index(p.wide, &p.edges, 1);
+  p.rowptr = static_cast<int64_t*>(rowptr.data_ptr());
+  p.out_col = out_col.data_ptr();
+  p.out_perm = out_perm.data_ptr();
+  const GraphCsrResult result = graph_kernels().csr(p, torch_parallel());
+  STD_TORCH_CHECK(result.bad_row < 0, "edge ", result.bad_row, " has row ", node_at(p.row, result.bad_row),
+                  ", which is outside of 0 .. ", num_rows - 1);
+  STD_TORCH_CHECK(result.bad_col < 0, "edge ", result.bad_col, " has col ", node_at(p.col, result.bad_col),
+                  ", which is outside of 0 .. ", num_cols - 1);
+  return {rowptr, out_col, out_perm};
+}
+
+// Edges that each of `threads` equally fast workers gets: they take chunk after chunk, whoever is done first
+// takes the next one.
+Tensor edges_per_worker(const Tensor& rowptr, int64_t threads) {
+  STD_TORCH_CHECK(threads >= 1, "threads must be at least 1, got ", threads);
+  STD_TORCH_CHECK(dtype_code(rowptr) == aoti_torch_dtype_int64() && rowptr.dim() == 1 && rowptr.numel() >= 1,
+                  "rowptr must be int64 of shape (N + 1,)");
+  const Tensor held = as_contiguous(rowptr);
+  const EdgeSplit split = split_edges(static_cast<const int64_t*>(held.data_ptr()), held.numel() - 1);
+  Tensor result = allocate_index(true, &threads, 1);
+  int64_t* edges = static_cast<int64_t*>(result.data_ptr());
+  std::fill(edges, edges + threads, 0);
+  std::vector<int64_t> work(threads);
+  for (int64_t k = 0; k < split.chunks; ++k) {
+    const EdgeCut from = edge_cut(split, k), to = edge_cut(split, k + 1);
+    const int64_t worker = std::min_element(work.begin(), work.end()) - work.begin();
+    edges[worker] += to.edge - from.edge;
+    work[worker] += to.edge - from.edge + to.row - from.row;
+  }
+  return result;
+}
+
+}  // namespace
+}  // namespace fastattn
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fastattn, m) {
+  m.def("edges_per_worker(Tensor rowptr, int threads) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastattn, CPU, m) {
+  m.impl("graph_csr", TORCH_BOX(&fastattn::graph_csr));
+  m.impl("edges_per_worker", TORCH_BOX(&fastattn::edges_per_worker));
+}

@@ -1,0 +1,65 @@
+// Graphs between torch and the plain structs of csrc/cpu.
+#pragma once
+#include "edge_split.h"
+#include "tensor.h"
+
+namespace fastattn {
+
+// Whether an index tensor is int64 (true) or int32; anything else is refused.
+inline bool is_wide(const char* name, const Tensor& tensor) {
+  const int32_t code = dtype_code(tensor);
+  const bool wide = code == aoti_torch_dtype_int64();
+  STD_TORCH_CHECK(wide || code == aoti_torch_dtype_int32(), name, " must be int32 or int64");
+  return wide;
+}
+
+inline Tensor allocate_index(bool wide, const int64_t* size, int64_t dim) {
+  int64_t stride[4];
+  for (int64_t i = dim - 1, next = 1; i >= 0; --i) {
+    stride[i] = next;
+    next *= std::max<int64_t>(size[i], 1);
+  }
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(dim, size, stride, wide ? aoti_torch_dtype_int64() : aoti_torch_dtype_int32(),
+                               aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+inline Tensor as_contiguous(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
+// rowptr (N + 1), col (E) and perm (E) of a graph, which is trusted to be one: only what is quickly seen is
+// checked. Keeps what its view points to.
+struct GraphArrays {
+  Tensor rowptr, col;
+  MaybeTensor perm;
+  GraphView view;
+
+  GraphArrays(const Tensor& rowptr_, const Tensor& col_, const MaybeTensor& perm_)
+      : rowptr(as_contiguous(rowptr_)), col(as_contiguous(col_)) {
+    STD_TORCH_CHECK(dtype_code(rowptr) == aoti_torch_dtype_int64(), "rowptr must be int64");
+    STD_TORCH_CHECK(rowptr.dim() == 1 && rowptr.numel() >= 1,
+                    "rowptr must have shape (N + 1,), got a tensor of ", rowptr.dim(), " dimensions and ",
+                    rowptr.numel(), " elements");
+    STD_TORCH_CHECK(col.dim() == 1, "col must have 1 dimension, got ", col.dim());
+    view.rows = rowptr.numel() - 1;
+    view.edges = col.numel();
+    view.wide = is_wide("col", col);
+    view.rowptr = static_cast<const int64_t*>(rowptr.data_ptr());
+    view.col = col.data_ptr();
+    view.perm = nullptr;
+    STD_TORCH_CHECK(view.rowptr[0] == 0 && view.rowptr[view.rows] == view.edges,
+                    "rowptr must go from 0 to the number of edges, ", view.edges, ", got ", view.rowptr[0],
+                    " to ", view.rowptr[view.rows]);
+    if (!perm_) return;
+    perm = as_contiguous(*perm_);
+    STD_TORCH_CHECK(is_wide("perm", *perm) == view.wide, "perm must have the dtype of col");
+    STD_TORCH_CHECK(perm->dim() == 1 && perm->numel() == view.edges, "perm must have shape (", view.edges,
+                    ",), got a tensor of ", perm->dim(), " dimensions and ", perm->numel(), " elements");
+    view.perm = perm->data_ptr();
+  }
+};
+
+}  // namespace fastattn

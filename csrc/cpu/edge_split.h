@@ -1,0 +1,89 @@
+// The work of a graph kernel cut by edges, whatever the degrees: no row is too long for one thread.
+#pragma once
+#include <cstdint>
+
+namespace fastattn {
+
+// A graph as kernels read it: for every row (a target, or a source in the transpose) the nodes at the other
+// end of its edges. A row's edges are in the caller's order.
+struct GraphView {
+  int64_t rows, edges;
+  const int64_t* rowptr;  // (rows + 1)
+  const void* col;        // (edges), int32_t or int64_t
+  const void* perm;       // (edges), likewise: the caller's number of an edge; null = already in this order
+  bool wide;              // indices are int64_t
+};
+
+// Chunks of about `step` edges and rows together, so that rows without edges count too. Where a cut falls
+// into a short row it moves to the row's start; a long row is divided. The cuts depend on the graph alone:
+// results do not change with the number of threads.
+struct EdgeSplit {
+  const int64_t* rowptr;
+  int64_t rows, step, chunks;
+};
+
+// Chunk k holds what lies between cuts k and k + 1, at most 5/4 step edges. edge > rowptr[row] where the cut
+// divides the row; never at its end.
+struct EdgeCut {
+  int64_t row, edge;
+};
+
+static inline EdgeSplit split_edges(const int64_t* rowptr, int64_t rows) {
+  // 512 chunks balance dozens of threads; smaller ones would cost more than they do, larger ones than 2048
+  // would not keep their indices and weights in a core's own cache.
+  constexpr int64_t kChunks = 512, kLeast = 64, kMost = 2048;
+  const int64_t work = rows + rowptr[rows];
+  const int64_t step = work < kLeast * kChunks ? kLeast : work > kMost * kChunks ? kMost : work / kChunks;
+  return {rowptr, rows, step, (work + step - 1) / step};
+}
+
+static inline EdgeCut edge_cut(const EdgeSplit& split, int64_t k) {
+  if (k <= 0) return {0, 0};
+  if (k >= split.chunks) return {split.rows, split.rowptr[split.rows]};
+  const int64_t at = k * split.step;
+  int64_t row = 0;  // the last one that begins at or before `at`
+  for (int64_t end = split.rows; end - row > 1;) {
+    const int64_t middle = row + (end - row) / 2;
+    (split.rowptr[middle] + middle <= at ? row : end) = middle;
+  }
+  const int64_t begin = split.rowptr[row], degree = split.rowptr[row + 1] - begin;
+  const int64_t inside = at - begin - row;
+  if (4 * degree <= split.step || inside == 0) return {row, begin};
+  return inside < degree ? EdgeCut{row, begin + inside} : EdgeCut{row + 1, begin + degree};
+}
+
+// The part of a row that lies in a chunk. A row that is whole is finished by its chunk; the others leave
+// partial results, the first chunk of a row as its `tail`, the following ones as their `head`.
+enum class RowPart { whole, head, tail };
+
+// f(row, begin, end, part) for every row that begins in the chunk or has edges in it.
+template <class F>
+static inline __attribute__((always_inline)) void for_each_row(const EdgeSplit& split, EdgeCut from,
+                                                               EdgeCut to, F&& f) {
+  int64_t begin = from.edge;
+  for (int64_t row = from.row; row < to.row; ++row) {
+    const int64_t end = split.rowptr[row + 1];
+    f(row, begin, end, begin == split.rowptr[row] ? RowPart::whole : RowPart::head);
+    begin = end;
+  }
+  if (to.row < split.rows && begin < to.edge)
+    f(to.row, begin, to.edge, begin == split.rowptr[to.row] ? RowPart::tail : RowPart::head);
+}
+
+// For every divided row: first(row, chunk of its tail), next(row, chunk of a head) in order, then last(row).
+template <class First, class Next, class Last>
+static inline void for_each_divided_row(const EdgeSplit& split, const EdgeCut* cuts, First&& first,
+                                        Next&& next, Last&& last) {
+  for (int64_t k = 1; k < split.chunks;) {
+    const int64_t row = cuts[k].row;
+    if (row == split.rows || cuts[k].edge == split.rowptr[row]) {
+      ++k;
+      continue;
+    }
+    first(row, k - 1);
+    for (; k < split.chunks && cuts[k].row == row; ++k) next(row, k);
+    last(row);
+  }
+}
+
+}  // namespace fastattn
