@@ -94,14 +94,6 @@ Tensor fill_lse(AttentionParams& p, const Tensor& lse) {
   return held;
 }
 
-// Kernels ignore the stride of a dimension of size 1 in inputs, but rely on unit strides where they write.
-View output_view(const Tensor& tensor) {
-  const Array array("output", tensor);
-  View v{array.data, array.dtype, {0, 0, 0, 0}};
-  std::copy(array.stride, array.stride + array.dim, v.stride);
-  return v;
-}
-
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
                                              const MaybeTensor& attn_mask,
                                              const MaybeTensor& key_padding_mask,

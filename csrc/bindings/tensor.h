@@ -14,8 +14,8 @@
 #include <optional>
 #include <string>
 
-#include "attention.h"
 #include "parallel.h"
+#include "view.h"
 
 namespace fastattn {
 
@@ -113,6 +113,14 @@ struct Array {
     return v;
   }
 };
+
+// Kernels ignore the stride of a dimension of size 1 in inputs, but rely on unit strides where they write.
+inline View output_view(const Tensor& tensor) {
+  const Array array("output", tensor);
+  View v{array.data, array.dtype, {0, 0, 0, 0}};
+  std::copy(array.stride, array.stride + array.dim, v.stride);
+  return v;
+}
 
 inline Tensor allocate(DType dtype, std::initializer_list<int64_t> size, const int64_t* stride) {
   AtenTensorHandle handle;

@@ -1,21 +1,11 @@
 // Interface between the op bindings and the per-ISA CPU kernels of softmax attention.
-// Raw pointers, sizes and element strides only: nothing here knows torch.
 #pragma once
 #include <cstdint>
 
 #include "parallel.h"
+#include "view.h"
 
 namespace fastattn {
-
-enum class DType : int32_t { f32, f64, bf16, f16, boolean };
-
-// A tensor of up to four dimensions. Strides count elements and may be zero (broadcast) or negative-free
-// arbitrary values; `data` is null where an optional tensor is absent.
-struct View {
-  void* data = nullptr;
-  DType dtype = DType::f32;
-  int64_t stride[4] = {0, 0, 0, 0};
-};
 
 struct AttentionParams {
   int64_t B, H, Hkv, L, S, D, Dv;  // H is a multiple of Hkv: query head h reads key/value head h / (H / Hkv)

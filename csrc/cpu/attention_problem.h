@@ -60,10 +60,6 @@ constexpr int64_t kKeyStep = Format<T>::kDepth > Format<T>::kRows ? Format<T>::k
 template <class T>
 constexpr A<T> kInf = A<T>(__builtin_inf());
 
-FASTATTN_INLINE int64_t offset(const View& v, int64_t i0, int64_t i1 = 0, int64_t i2 = 0, int64_t i3 = 0) {
-  return i0 * v.stride[0] + i1 * v.stride[1] + i2 * v.stride[2] + i3 * v.stride[3];
-}
-
 // b, h, i, j are a batch, query head, query row and key; hk is a key/value head.
 template <class T>
 struct Problem {
