@@ -5,8 +5,12 @@ import importlib
 from fastattn._explain import Explanation, explain
 from fastattn.graph import Graph
 from fastattn.ops.attention import scaled_dot_product_attention
+from fastattn.ops.linear_attention import LinearAttentionState, linear_attention, linear_attention_step
 
-__all__ = ["Explanation", "Graph", "explain", "nn", "replace_attention", "scaled_dot_product_attention"]
+__all__ = [
+    "Explanation", "Graph", "LinearAttentionState", "explain", "linear_attention", "linear_attention_step",
+    "nn", "replace_attention", "scaled_dot_product_attention",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 
