@@ -1,19 +1,25 @@
-"""`python -m benchmarks attention [--quick] [--filter REGEX] [--pairs N] [--threads N] [--json FILE] ...`"""
+"""`python -m benchmarks OPERATOR [--quick] [--filter REGEX] [--pairs N] [--threads N] [--json FILE] ...`"""
 
 import argparse
+import importlib
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
 from fastattn import _native
 
-from . import attention, machine, memory, report
+from . import machine, memory, report
+from .cases import AGREEMENT, MemoryCase, TimedCase, disagreement
 from .figures import Spread
 from .roof import Roof, roofs
-from .runner import BASELINE, CaseResult, paired, roof_name, summarize
+from .runner import CaseResult, paired, roof_name, summarize
+
+# Modules of this package with a table of cases each (cases.py says what is in one).
+TABLES = ("attention",)
 
 PAIRS, QUICK_PAIRS = 15, 5
 ROOF_TRIALS = 15
@@ -21,9 +27,9 @@ ROOF_TRIALS = 15
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Paired benchmark against PyTorch."
+        prog="python -m benchmarks", description="Paired benchmark against PyTorch and other peers."
     )
-    parser.add_argument("operator", choices=["attention"])
+    parser.add_argument("operator", choices=TABLES)
     parser.add_argument("--quick", action="store_true", help=f"a subset of the cases, {QUICK_PAIRS} rounds")
     parser.add_argument("--filter", default="", metavar="REGEX", help="only cases whose name matches")
     parser.add_argument("--pairs", type=int, metavar="N", help=f"rounds per case (default {PAIRS})")
@@ -39,18 +45,22 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def select(options: argparse.Namespace) -> list[attention.Case]:
+def table_of(options: argparse.Namespace) -> ModuleType:
+    return importlib.import_module(f"{__package__}.{options.operator}")
+
+
+def select(options: argparse.Namespace) -> list[TimedCase | MemoryCase]:
     pattern = re.compile(options.filter)
     return [
         case
-        for case in attention.CASES
+        for case in table_of(options).CASES
         if pattern.search(case.name) and (case.quick or not options.quick or options.filter)
     ]
 
 
-def measure_memory(case: attention.MemoryCase, threads: int) -> CaseResult:
+def measure_memory(case: MemoryCase, threads: int) -> CaseResult:
     result = CaseResult(case.name, case.tags)
-    for contestant in (BASELINE, "auto"):
+    for contestant in case.names:
         try:
             result.memory[contestant] = memory.measure_apart(contestant, case, threads)
         except RuntimeError as error:
@@ -58,34 +68,36 @@ def measure_memory(case: attention.MemoryCase, threads: int) -> CaseResult:
     return result
 
 
-def measure_time(
-    case: attention.AttentionCase | attention.ModuleCase,
-    pairs: int,
-    available: dict[str, Roof],
-    absent: set[str],
-) -> CaseResult:
-    """Time the contestants that give torch's result; the others are failures, each with its reason."""
+def measure_time(case: TimedCase, pairs: int, available: dict[str, Roof], absent: set[str]) -> CaseResult:
+    """Time the contestants that give the result they have to; the others are failures, with reasons."""
     result = CaseResult(case.name, case.tags, case.roofs[0], case.flops, case.work)
     contestants = {name: call for name, call in case.contestants().items() if name not in absent}
-    expected = contestants[BASELINE]()
-    for name in [name for name in contestants if name != BASELINE]:
+    expected = {}
+    for name, peer in case.same_as.items():
+        if name not in contestants:
+            continue
+        if peer not in expected:
+            expected[peer] = contestants[peer]()
         try:
-            difference = attention.disagreement(contestants[name](), expected)
+            difference = disagreement(contestants[name](), expected[peer])
         except (NotImplementedError, RuntimeError) as error:
             reason = str(error).strip().splitlines()
             result.failures[name] = reason[0] if reason else type(error).__name__
         else:
-            if not difference <= attention.AGREEMENT[case.dtype]:
-                result.failures[name] = f"differs from torch by {difference:.1e} (relative RMS)"
+            if not difference <= AGREEMENT[case.dtype]:
+                result.failures[name] = f"differs from {peer} by {difference:.1e} (relative RMS)"
         if name in result.failures:
             del contestants[name]
+    del expected
     beside = {kind: available[kind] for kind in case.roofs if kind in available}
     contestants |= {roof_name(kind): roof.call for kind, roof in beside.items()}
-    return summarize(result, paired(contestants, pairs), {kind: roof.work for kind, roof in beside.items()})
+    roof_work = {kind: roof.work for kind, roof in beside.items()}
+    return summarize(result, paired(contestants, pairs), roof_work, case.baselines)
 
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
+    table = table_of(options)
     torch.set_num_threads(options.threads)
     cases = select(options)
     if not cases:
@@ -102,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
         "environment": machine.environment(),
         "fastattn_isa": _native.isa(),
         "build": _native.build_info(),
-        "peers": machine.peers(),
+        "peers": machine.peers(table.PEERS),
     }
     hardware = header["hardware"]
     print(
@@ -130,20 +142,23 @@ def main(arguments: Sequence[str]) -> int:
 
     results = []
     for case in cases:
-        if isinstance(case, attention.MemoryCase):
+        if isinstance(case, MemoryCase):
             result = measure_memory(case, options.threads)
         else:
             result = measure_time(case, options.pairs, available, absent)
         results.append(result)
         print(report.line(result), flush=True)
 
-    bars = [report.judge(bar, results) for bar in attention.BARS]
+    bars = [report.judge(bar, results) for bar in table.BARS]
     print()
     for bar in bars:
         if bar.verdict != "not measured":
             print(bar)
+    summary = table.summary(results) if hasattr(table, "summary") else []
+    for text in summary:
+        print(text)
 
-    content = report.document(results, bars, header, rates)
+    content = report.document(results, bars, header, rates, summary)
     if options.json:
         report.write_json(options.json, content)
     if options.markdown:

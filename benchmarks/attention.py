@@ -6,21 +6,28 @@ A case is a row of plain values; everything measured follows from it. Contestant
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
 import torch
 import torch.nn.functional as F
 
 import fastattn
 
-Tensors = tuple[torch.Tensor, ...]
-Contestant = Callable[[], Tensors]
+from . import cases
+from .cases import DTYPES, ROOFS, Bar, Contestant, Tensors, TimedCase, differentiate
+from .machine import Peer
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# The roofs (roof.py) beside which a case is put where the machine has them; bars are about the first one.
-ROOFS = {"fp32": ("fp32",), "bf16": ("bf16", "bf16_tile")}
+# On any device. PyTorch is timed; the others are named so that a reader sees which comparisons this machine
+# could not make.
+PEERS = (
+    Peer("torch"),
+    Peer("flash-attn", "needs an NVIDIA or AMD GPU"),
+    Peer("xformers", "its fused attention needs a GPU"),
+    Peer("onnxruntime", "forward only, outside autograd: not timed here"),
+    Peer("openvino", "forward only, outside autograd: not timed here"),
+    Peer("intel-extension-for-pytorch", "replaces PyTorch's own kernels: not timed here"),
+)
 
 # Batch, heads, length, head dim.
 GRID = (
@@ -52,12 +59,8 @@ def attention_flops(batch: int, heads: int, pairs: int, head_dim: int, backward:
     return forward * 7 // 2 if backward else forward
 
 
-def _differentiate(outputs: Tensors, inputs: Tensors, grad: torch.Tensor) -> Tensors:
-    return (outputs[0], *torch.autograd.grad(outputs[0], inputs, grad))
-
-
 @dataclass(frozen=True)
-class AttentionCase:
+class AttentionCase(TimedCase):
     """One call of scaled_dot_product_attention."""
 
     family: str
@@ -74,6 +77,8 @@ class AttentionCase:
     backward: bool = False
     tags: tuple[str, ...] = ()
     quick: bool = False
+
+    names = ("torch", "cpu", "auto")
 
     @property
     def name(self) -> str:
@@ -159,11 +164,11 @@ class AttentionCase:
         calls = {"torch": of_torch, "cpu": of_fastattn("cpu"), "auto": of_fastattn("auto")}
         if not self.backward:
             return calls
-        return {name: lambda call=call: _differentiate(call(), inputs, grad) for name, call in calls.items()}
+        return {name: lambda call=call: differentiate(call(), inputs, grad) for name, call in calls.items()}
 
 
 @dataclass(frozen=True)
-class ModuleCase:
+class ModuleCase(TimedCase):
     """One call of nn.MultiheadAttention as self-attention, batch first, against the swapped module."""
 
     batch: int
@@ -177,6 +182,8 @@ class ModuleCase:
     quick: bool = False
     family: str = "module"
     roofs: tuple[str, ...] = ("fp32",)
+
+    names = ("torch", "auto")
 
     @property
     def name(self) -> str:
@@ -213,7 +220,7 @@ class ModuleCase:
 
             def call() -> Tensors:
                 if self.backward:
-                    return _differentiate(module(x, x, x, need_weights=self.need_weights), parameters, grad)
+                    return differentiate(module(x, x, x, need_weights=self.need_weights), parameters, grad)
                 with torch.no_grad():
                     out, weights = module(x, x, x, need_weights=self.need_weights)
                 return (out,) if weights is None else (out, weights)
@@ -223,44 +230,18 @@ class ModuleCase:
         return {"torch": of(theirs), "auto": of(ours)}
 
 
-@dataclass(frozen=True)
-class MemoryCase:
-    """Peak memory of one forward+backward, each contestant in a process of its own (memory.py)."""
-
-    batch: int
-    heads: int
-    length: int
-    head_dim: int
-    dtype: str
-    causal: bool
-    tags: tuple[str, ...] = ()
-    quick: bool = False
-    family: str = "memory"
-
-    @property
-    def name(self) -> str:
-        pattern = "causal" if self.causal else "full"
-        shape = f"{self.batch}x{self.heads}x{self.length}x{self.head_dim}"
-        return f"memory/{shape}/{pattern}/{self.dtype}/forward+backward"
+class MemoryCase(cases.MemoryCase):
+    def output(
+        self, contestant: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        if contestant == "torch":
+            return F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        return fastattn.scaled_dot_product_attention(
+            query, key, value, is_causal=self.causal, impl=contestant
+        )
 
 
 Case = AttentionCase | ModuleCase | MemoryCase
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A floor for the cases of one tag: `geomean` for their geometric mean, `each` for every one of them.
-
-    `measure` is "ratio" (torch's time over ours), "roof" (fraction of the FMA peak) or "memory" (peak growth
-    over inputs + outputs + gradients, where less is better).
-    """
-
-    what: str
-    tag: str
-    geomean: float | None = None
-    each: float | None = None
-    contestant: str = "cpu"
-    measure: str = "ratio"
 
 
 BARS = (
@@ -353,22 +334,3 @@ def _cases() -> Iterator[Case]:
 
 
 CASES: tuple[Case, ...] = tuple(_cases())
-
-# The relative RMS difference to torch's own result above which a contestant is not timed at all. The tests
-# hold the exact bounds; this one only refuses speed figures of wrong results.
-AGREEMENT = {"fp32": 1e-4, "bf16": 3e-2}
-
-
-def disagreement(ours: Tensors, theirs: Tensors) -> float:
-    """Largest relative RMS difference over the tensors; infinite if shapes differ or a value is NaN."""
-    worst = 0.0
-    if len(ours) != len(theirs):
-        return float("inf")
-    for a, b in zip(ours, theirs, strict=True):
-        if a.shape != b.shape:
-            return float("inf")
-        a, b = a.detach().double(), b.detach().double()
-        scale = max(b.norm().item(), prod(b.shape) ** 0.5 * 1e-30)
-        difference = (a - b).norm().item() / scale
-        worst = max(worst, difference if difference == difference else float("inf"))
-    return worst

@@ -29,18 +29,6 @@ class Peer:
     note: str = ""  # why it is no contestant on the CPU even where it is installed
 
 
-# Softmax attention's peers on any device. PyTorch is timed; the others are named so that a reader sees
-# which comparisons this machine could not make.
-ATTENTION_PEERS = (
-    Peer("torch"),
-    Peer("flash-attn", "needs an NVIDIA or AMD GPU"),
-    Peer("xformers", "its fused attention needs a GPU"),
-    Peer("onnxruntime", "forward only, outside autograd: not timed here"),
-    Peer("openvino", "forward only, outside autograd: not timed here"),
-    Peer("intel-extension-for-pytorch", "replaces PyTorch's own kernels: not timed here"),
-)
-
-
 def version_of(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
@@ -48,7 +36,7 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def peers(candidates: tuple[Peer, ...] = ATTENTION_PEERS) -> list[dict]:
+def peers(candidates: tuple[Peer, ...]) -> list[dict]:
     rows = []
     for peer in candidates:
         version = version_of(peer.distribution)

@@ -4,6 +4,7 @@ The growth is the peak of the resident set from before the inputs exist to after
 holds inputs, output and gradients (which nobody can avoid) and whatever the contestant needs besides.
 """
 
+import importlib
 import json
 import resource
 import subprocess
@@ -12,11 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
-import fastattn
-
-from .attention import DTYPES, MemoryCase
+from .cases import DTYPES, MemoryCase
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -49,27 +47,23 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def measure(contestant: str, case: dict, threads: int) -> dict[str, float]:
+def measure(operator: str, contestant: str, case: dict, threads: int) -> dict[str, float]:
     torch.set_num_threads(threads)
-    dtype = DTYPES[case["dtype"]]
+    case = importlib.import_module(f"{__package__}.{operator}").MemoryCase(**case)
+    dtype = DTYPES[case.dtype]
 
     def step(length: int) -> int:
-        shape = (case["batch"], case["heads"], length, case["head_dim"])
+        shape = (case.batch, case.heads, length, case.head_dim)
         query, key, value = (torch.randn(shape, dtype=dtype).requires_grad_() for _ in range(3))
         grad = torch.randn(shape, dtype=dtype)
-        if contestant == "torch":
-            out = F.scaled_dot_product_attention(query, key, value, is_causal=case["causal"])
-        else:
-            out = fastattn.scaled_dot_product_attention(
-                query, key, value, is_causal=case["causal"], impl=contestant
-            )
+        out = case.output(contestant, query, key, value)
         grads = torch.autograd.grad(out, (query, key, value), grad)
         return sum(tensor.nbytes for tensor in (query, key, value, grad, out, *grads))
 
     step(64)  # libraries, threads and their buffers exist before the count starts
     before = resident_bytes()
     reset_peak()
-    tensors = step(case["length"])
+    tensors = step(case.length)
     growth = peak_bytes() - before
     return {
         "growth_bytes": growth,
@@ -81,7 +75,10 @@ def measure(contestant: str, case: dict, threads: int) -> dict[str, float]:
 
 def measure_apart(contestant: str, case: MemoryCase, threads: int) -> dict[str, float]:
     """`measure` in a fresh process."""
-    request = json.dumps({"contestant": contestant, "case": asdict(case), "threads": threads})
+    operator = type(case).__module__.rpartition(".")[2]
+    request = json.dumps(
+        {"operator": operator, "contestant": contestant, "case": asdict(case), "threads": threads}
+    )
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.memory", request], cwd=ROOT, capture_output=True, text=True
     )

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .attention import Bar
+from .cases import Bar
 from .figures import geometric_mean
-from .runner import BASELINE, CaseResult
+from .runner import CaseResult
 
-SCHEMA = 1
+SCHEMA = 2
 # Nothing is faster than the machine: a greater fraction of its fastest unit says that the roof was disturbed.
 LARGEST_FRACTION = 1.1
 
@@ -41,7 +41,7 @@ class BarResult:
 def judge(bar: Bar, results: Iterable[CaseResult]) -> BarResult:
     """A case of the tag that failed counts as missed: a result that is wrong or absent has no speed."""
     tagged = [result for result in results if bar.tag in result.tags]
-    figures = {result.name: result.measure(bar.measure, bar.contestant) for result in tagged}
+    figures = {result.name: result.measure(bar.measure, bar.contestant, bar.baselines) for result in tagged}
     measured = {name: figure for name, figure in figures.items() if figure is not None}
     failed = sum(bar.contestant in result.failures for result in tagged)
     if not measured:
@@ -83,8 +83,8 @@ def row(result: CaseResult) -> dict[str, str]:
             cells[f"{name} workspace"] = f"{memory['workspace_bytes'] / 2**20:.0f} MiB"
     for name, seconds in result.seconds.items():
         cells[f"{name} ms"] = f"{seconds.median * 1e3:.3g}"
-    for name, ratio in result.ratio.items():
-        cells[f"{BASELINE}/{name}"] = str(ratio)
+    for baseline, of in result.ratio.items():
+        cells |= {f"{baseline}/{name}": str(ratio) for name, ratio in of.items()}
     unit = "GB/s" if result.roof == "copy" else "GFLOP/s"
     for name in result.seconds:
         cells[f"{name} {unit}"] = f"{result.rate(name):.1f}"
@@ -102,15 +102,21 @@ def line(result: CaseResult) -> str:
 
 
 def document(
-    results: Sequence[CaseResult], bars: Sequence[BarResult], header: dict, roofs: dict[str, dict]
+    results: Sequence[CaseResult],
+    bars: Sequence[BarResult],
+    header: dict,
+    roofs: dict[str, dict],
+    summary: Sequence[str] = (),
 ) -> dict:
-    """The JSON document: header (command, hardware, versions, ...), roofs, one entry per case, the bars."""
+    """The JSON document: header (command, hardware, versions, ...), roofs, one entry per case, the bars, and
+    what the table of cases says about them in words."""
     return {
         "schema": SCHEMA,
         **header,
         "roofs": roofs,
         "cases": [_case(result) for result in results],
         "bars": [asdict(bar) for bar in bars],
+        "summary": list(summary),
     }
 
 
@@ -131,6 +137,22 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in rows]
 
 
+def _bar_row(result: BarResult) -> tuple[str, ...]:
+    bar = result.bar
+    heights = (("geomean", bar.geomean), ("each", bar.each))
+    return (
+        bar.what,
+        bar.contestant,
+        " or ".join(bar.baselines) if bar.measure == "ratio" else bar.measure,
+        ", ".join(f"{kind} {value:.2f}" for kind, value in heights if value is not None),
+        "" if result.geomean is None else f"{result.geomean:.2f}",
+        "" if result.worst is None else f"{result.worst:.2f}",
+        result.worst_case or "",
+        str(result.cases),
+        result.verdict,
+    )
+
+
 def markdown(content: dict, results: Sequence[CaseResult], bars: Sequence[BarResult]) -> str:
     hardware, versions = content["hardware"], content["versions"]
     caches = ", ".join(f"{level} {size}" for level, size in hardware["caches"].items())
@@ -147,27 +169,20 @@ def markdown(content: dict, results: Sequence[CaseResult], bars: Sequence[BarRes
     ]
     for kind, roof in content["roofs"].items():
         lines.append(f"* roof {kind}: {roof['rate']:.0f} {roof['unit']} ({roof['source']})")
-    lines += ["", "## Bars", ""]
-    lines += _table(
-        ("what", "contestant", "bar", "geomean", "worst", "worst case", "cases", "verdict"),
-        [
-            (
-                result.bar.what,
-                result.bar.contestant,
-                ", ".join(
-                    f"{kind} {value:.2f}"
-                    for kind, value in (("geomean", result.bar.geomean), ("each", result.bar.each))
-                    if value is not None
-                ),
-                "" if result.geomean is None else f"{result.geomean:.2f}",
-                "" if result.worst is None else f"{result.worst:.2f}",
-                result.worst_case or "",
-                str(result.cases),
-                result.verdict,
-            )
-            for result in bars
-        ],
-    )
+    if bars:
+        lines += ["", "## Bars", ""]
+        titles = (
+            "what",
+            "contestant",
+            "against",
+            "bar",
+            "geomean",
+            "worst",
+            "worst case",
+            "cases",
+            "verdict",
+        )
+        lines += _table(titles, map(_bar_row, bars))
     # One table per set of columns, so that no table is mostly empty.
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for result in results:
@@ -176,6 +191,8 @@ def markdown(content: dict, results: Sequence[CaseResult], bars: Sequence[BarRes
     for titles, cells in groups.items():
         lines += ["", "## Cases" if titles == next(iter(groups)) else "", ""]
         lines += _table(titles, [list(entry.values()) for entry in cells])
+    if content["summary"]:
+        lines += ["", "## Summary", "", *(f"* {text}" for text in content["summary"])]
     lines += ["", "## Peers", ""]
     lines += _table(
         ("peer", "version", "status"),
@@ -185,17 +202,24 @@ def markdown(content: dict, results: Sequence[CaseResult], bars: Sequence[BarRes
 
 
 def plot(path: Path, results: Sequence[CaseResult]) -> None:
-    """Ratio per case with its quantiles on a logarithmic axis; left of 1 is slower than PyTorch."""
+    """Ratio per case with its quantiles on a logarithmic axis; left of 1 is slower than the baseline."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     timed = [result for result in results if result.ratio]
+    ratios = [
+        {
+            f"{name} against {baseline}": ratio
+            for baseline, of in result.ratio.items()
+            for name, ratio in of.items()
+        }
+        for result in timed
+    ]
     figure, axes = plt.subplots(figsize=(9, 1.5 + 0.18 * len(timed)), layout="constrained")
-    names = sorted({name for result in timed for name in result.ratio})
-    for index, name in enumerate(names):
-        rows = [(y, result.ratio[name]) for y, result in enumerate(timed) if name in result.ratio]
+    for index, name in enumerate(sorted({name for of in ratios for name in of})):
+        rows = [(y, of[name]) for y, of in enumerate(ratios) if name in of]
         medians = [ratio.median for _, ratio in rows]
         whiskers = [
             [ratio.median - ratio.q20 for _, ratio in rows],
@@ -204,7 +228,7 @@ def plot(path: Path, results: Sequence[CaseResult]) -> None:
         heights = [y + 0.3 * index for y, _ in rows]
         axes.errorbar(medians, heights, xerr=whiskers, fmt="o", markersize=3, linewidth=1, label=name)
     axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set(xscale="log", xlabel="torch's time / ours (higher is better)")
+    axes.set(xscale="log", xlabel="baseline's time / ours (higher is better)")
     axes.set_yticks(range(len(timed)), [result.name for result in timed], fontsize=6)
     axes.invert_yaxis()
     axes.legend()

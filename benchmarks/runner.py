@@ -7,7 +7,7 @@ shuffled order; figures are medians of the ratios within rounds. Nothing is disc
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .figures import Spread, ratios
@@ -54,7 +54,7 @@ def paired(
 
 @dataclass
 class CaseResult:
-    """Figures of one case by contestant; `ratio` is the baseline's time over the contestant's."""
+    """Figures of one case by contestant; `ratio` is a baseline's time over the contestant's."""
 
     name: str
     tags: tuple[str, ...]
@@ -62,7 +62,7 @@ class CaseResult:
     flops: int = 0
     work: int = 0
     seconds: dict[str, Spread] = field(default_factory=dict)
-    ratio: dict[str, Spread] = field(default_factory=dict)
+    ratio: dict[str, dict[str, Spread]] = field(default_factory=dict)  # by baseline, by contestant
     roof_fraction: dict[str, dict[str, Spread]] = field(default_factory=dict)  # by roof, by contestant
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
     samples: dict[str, list[float]] = field(default_factory=dict)
@@ -72,13 +72,16 @@ class CaseResult:
         """Giga-units of work per second: GFLOP/s, or GB/s where the roof is a bandwidth."""
         return self.work / self.seconds[contestant].median / 1e9
 
-    def measure(self, kind: str, contestant: str) -> Spread | None:
-        """The figure that a bar of this kind looks at; None where the contestant did not finish."""
+    def measure(self, kind: str, contestant: str, baselines: Sequence[str] = (BASELINE,)) -> Spread | None:
+        """The figure that a bar of this kind looks at, for ratios that to the fastest of the baselines; None
+        where the contestant did not finish."""
         if kind == "memory":
             found = self.memory.get(contestant)
             return None if found is None else Spread.of([found["growth_ratio"]])
-        figures = {"ratio": self.ratio, "roof": self.roof_fraction.get(self.roof, {})}
-        return figures[kind].get(contestant)
+        if kind == "roof":
+            return self.roof_fraction.get(self.roof, {}).get(contestant)
+        found = [self.ratio[name][contestant] for name in baselines if contestant in self.ratio.get(name, {})]
+        return min(found, key=lambda ratio: ratio.median, default=None)
 
 
 def roof_name(kind: str) -> str:
@@ -86,15 +89,22 @@ def roof_name(kind: str) -> str:
     return f"roof {kind}"
 
 
-def summarize(result: CaseResult, samples: dict[str, list[float]], roof_work: dict[str, float]) -> CaseResult:
+def summarize(
+    result: CaseResult,
+    samples: dict[str, list[float]],
+    roof_work: dict[str, float],
+    baselines: Sequence[str] = (BASELINE,),
+) -> CaseResult:
     """Fill in the figures from the samples of contestants and roofs, given each roof's work per call."""
     result.samples = samples
-    baseline = samples.get(BASELINE)
     timed = {name: seconds for name, seconds in samples.items() if name not in map(roof_name, roof_work)}
-    for name, seconds in timed.items():
-        result.seconds[name] = Spread.of(seconds)
-        if baseline is not None and name != BASELINE:
-            result.ratio[name] = Spread.of(ratios(baseline, seconds))
+    result.seconds = {name: Spread.of(seconds) for name, seconds in timed.items()}
+    for baseline in (name for name in baselines if name in timed):
+        result.ratio[baseline] = {
+            name: Spread.of(ratios(timed[baseline], seconds))
+            for name, seconds in timed.items()
+            if name not in baselines
+        }
     for kind, work in roof_work.items():
         # (work / t) / (roof's work / roof's t), both times of the same round
         result.roof_fraction[kind] = {

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import attention, machine, memory, report, runner
+from benchmarks import attention, cases, machine, memory, report, runner
 from benchmarks import roof as roof_module
 from benchmarks.__main__ import main, measure_time, parse, select
 from benchmarks.figures import Spread, geometric_mean, quantile, ratios
@@ -64,13 +64,27 @@ def test_summary_has_ratio_rate_and_fraction_of_the_roof():
     result = CaseResult("case", (), roof="fp32", flops=8 * 10**9, work=8 * 10**9)
     samples = {"torch": [2.0, 4.0, 8.0], "cpu": [1.0, 2.0, 4.0], "roof fp32": [0.5, 1.0, 2.0]}
     summarize(result, samples, roof_work={"fp32": 8e9})
-    assert result.ratio == {"cpu": Spread(2.0, 2.0, 2.0)}
+    assert result.ratio == {"torch": {"cpu": Spread(2.0, 2.0, 2.0)}}
     assert result.seconds["cpu"].median == 2.0
     assert result.rate("cpu") == pytest.approx(4.0)
     assert result.roof_fraction["fp32"]["cpu"] == Spread(0.5, 0.5, 0.5)
     assert result.roof_fraction["fp32"]["torch"].median == pytest.approx(0.25)
     assert result.measure("roof", "cpu") == result.roof_fraction["fp32"]["cpu"]
     assert set(result.seconds) == {"torch", "cpu"}
+
+
+def test_ratios_to_several_baselines_are_to_the_fastest_where_a_bar_says_so():
+    result = CaseResult("case", ())
+    samples = {"slow": [8.0, 8.0], "fast": [4.0, 6.0], "cpu": [2.0, 2.0]}
+    summarize(result, samples, {}, baselines=("slow", "fast", "absent"))
+    assert result.ratio == {
+        "slow": {"cpu": Spread(4.0, 4.0, 4.0)},
+        "fast": {"cpu": Spread(2.5, pytest.approx(2.2), pytest.approx(2.8))},
+    }
+    assert result.measure("ratio", "cpu", ("slow", "fast")) == result.ratio["fast"]["cpu"]
+    assert result.measure("ratio", "cpu", ("slow",)).median == 4.0
+    assert result.measure("ratio", "cpu", ("absent",)) is None
+    assert result.measure("ratio", "auto", ("slow", "fast")) is None
 
 
 def test_every_sample_is_kept_and_the_order_is_shuffled():
@@ -211,15 +225,20 @@ def test_flops_formula():
 
 def test_disagreement_sees_wrong_shapes_values_and_nan():
     a = torch.randn(3, 4)
-    assert attention.disagreement((a,), (a,)) == 0
-    assert attention.disagreement((a * 1.01,), (a,)) == pytest.approx(0.01, rel=1e-3)
-    assert attention.disagreement((a[:2],), (a,)) == math.inf
-    assert attention.disagreement((a, a), (a,)) == math.inf
-    assert attention.disagreement((torch.full_like(a, math.nan),), (a,)) == math.inf
+    assert cases.disagreement((a,), (a,)) == 0
+    assert cases.disagreement((a * 1.01,), (a,)) == pytest.approx(0.01, rel=1e-3)
+    assert cases.disagreement((a[:2],), (a,)) == math.inf
+    assert cases.disagreement((a, a), (a,)) == math.inf
+    assert cases.disagreement((torch.full_like(a, math.nan),), (a,)) == math.inf
 
 
-class FakeCase:
+class FakeCase(cases.TimedCase):
     name, tags, roofs, flops, work, dtype = "fake", ("tag",), ("fp32",), 1, 1, "fp32"
+    names = ("torch", "right", "wrong", "unsupported", "other function", "left out")
+
+    @property
+    def same_as(self):
+        return {name: peer for name, peer in super().same_as.items() if name != "other function"}
 
     def contestants(self):
         def unsupported():
@@ -230,13 +249,14 @@ class FakeCase:
             "right": lambda: (torch.ones(2),),
             "wrong": lambda: (torch.ones(2) * 1.1,),
             "unsupported": unsupported,
+            "other function": lambda: (torch.zeros(3),),
             "left out": unsupported,
         }
 
 
 def test_wrong_and_unsupported_contestants_are_not_timed():
     result = measure_time(FakeCase(), 1, {}, {"left out"})
-    assert set(result.seconds) == {"torch", "right"}
+    assert set(result.seconds) == {"torch", "right", "other function"}
     assert set(result.failures) == {"wrong", "unsupported"}
     assert "differs from torch by 1.0e-01" in result.failures["wrong"]
     assert result.failures["unsupported"] == "no such kernel"
@@ -247,15 +267,18 @@ def test_wrong_and_unsupported_contestants_are_not_timed():
 
 
 def judged(bar, figures, failures=()):
-    results = [CaseResult(f"case{i}", ("tag",), ratio={"cpu": figure}) for i, figure in enumerate(figures)]
+    results = [
+        CaseResult(f"case{i}", ("tag",), ratio={"torch": {"cpu": figure}}) for i, figure in enumerate(figures)
+    ]
     results += [CaseResult("failed", ("tag",), failures={"cpu": "wrong"}) for _ in failures]
     return report.judge(
-        bar, [*results, CaseResult("other", ("elsewhere",), ratio={"cpu": Spread(0.1, 0.1, 0.1)})]
+        bar,
+        [*results, CaseResult("other", ("elsewhere",), ratio={"torch": {"cpu": Spread(0.1, 0.1, 0.1)}})],
     )
 
 
 def test_bar_verdicts():
-    bar = attention.Bar("what", "tag", geomean=1.5, each=1.0)
+    bar = cases.Bar("what", "tag", geomean=1.5, each=1.0)
     met = judged(bar, [Spread(3.0, 2.9, 3.1), Spread(1.0, 0.9, 1.1)])
     assert (met.verdict, met.worst_case, met.cases) == ("met", "case1", 2)
     assert met.geomean == pytest.approx(3.0**0.5)
@@ -270,7 +293,7 @@ def test_bar_verdicts():
 
 
 def test_memory_bar_wants_less():
-    bar = attention.Bar("what", "tag", each=1.5, contestant="auto", measure="memory")
+    bar = cases.Bar("what", "tag", each=1.5, contestant="auto", measure="memory")
     results = [CaseResult(f"m{x}", ("tag",), memory={"auto": {"growth_ratio": x}}) for x in (1.2, 1.4)]
     assert report.judge(bar, results).verdict == "met"
     assert report.judge(bar, results).worst == 1.4
@@ -285,7 +308,7 @@ def test_absent_peers_are_listed_as_absent():
     rows = machine.peers((machine.Peer("torch"), machine.Peer("a-peer-that-does-not-exist", "why")))
     assert [row["status"] for row in rows] == ["timed", "absent"]
     assert rows[0]["version"] == torch.__version__
-    assert {peer.distribution for peer in machine.ATTENTION_PEERS} >= {"torch", "flash-attn", "xformers"}
+    assert {peer.distribution for peer in attention.PEERS} >= {"torch", "flash-attn", "xformers"}
 
 
 def test_roofs_are_positive_and_say_how_they_were_measured():
@@ -307,7 +330,7 @@ def test_a_roof_call_is_long_beside_the_start_of_threads():
 
 
 def test_no_bar_is_met_by_a_disturbed_roof():
-    bar = attention.Bar("peak", "tag", each=0.5, measure="roof")
+    bar = cases.Bar("peak", "tag", each=0.5, measure="roof")
     result = CaseResult("case", ("tag",), roof="fp32")
     for fraction, verdict in ((0.4, "missed"), (0.9, "met"), (30.0, "not measured")):
         result.roof_fraction = {"fp32": {bar.contestant: Spread(fraction, fraction, fraction)}}
@@ -359,7 +382,8 @@ def test_memory_counts_inputs_output_and_gradients_and_sees_a_score_matrix():
     request = [sys.executable, "-m", "benchmarks.memory"]
     figures = {}
     for contestant in ("torch", "reference"):
-        argument = json.dumps({"contestant": contestant, "case": case, "threads": 1})
+        argument = {"operator": "attention", "contestant": contestant, "case": case, "threads": 1}
+        argument = json.dumps(argument)
         done = subprocess.run([*request, argument], cwd=ROOT, capture_output=True, text=True, check=True)
         figures[contestant] = json.loads(done.stdout)
     tensors = 8 * 2 * 1024 * 64 * 4
@@ -403,17 +427,18 @@ def test_run_prints_and_writes_everything(tmp_path, capsys):
     content = json.loads(paths["run.json"].read_text())
     assert set(content) == {
         *("schema", "operator", "command", "threads", "pairs", "hardware", "versions", "environment"),
-        *("fastattn_isa", "build", "peers", "roofs", "cases", "bars"),
+        *("fastattn_isa", "build", "peers", "roofs", "cases", "bars", "summary"),
     }
-    assert (content["schema"], content["threads"], content["pairs"]) == (1, 1, 2)
+    assert (content["schema"], content["threads"], content["pairs"]) == (2, 1, 2)
     assert set(content["hardware"]) == {"cpu", "machine", "cores", "torch_isa", "caches", "memory_bytes"}
     assert content["versions"]["torch"] == torch.__version__
     assert content["roofs"]["fp32"]["rate"] > 0
     (case,) = content["cases"]
     contestants = {"torch", "cpu", "auto"} if NATIVE else {"torch", "auto"}
     assert case["name"] == SMALL and set(case["seconds"]) == contestants
-    assert set(case["ratio"]) == set(case["giga_per_second"]) - {"torch"} == contestants - {"torch"}
-    assert set(case["ratio"]["auto"]) == {"median", "q20", "q80"}
+    assert set(case["ratio"]) == {"torch"}
+    assert set(case["ratio"]["torch"]) == set(case["giga_per_second"]) - {"torch"} == contestants - {"torch"}
+    assert set(case["ratio"]["torch"]["auto"]) == {"median", "q20", "q80"}
     assert set(case["roof_fraction"]["fp32"]) == contestants
     assert all(len(values) == 2 for values in case["samples"].values())
     assert len(content["bars"]) == len(attention.BARS)
