@@ -1,39 +1,17 @@
 """Inputs, calls and the checker that the attention tests share."""
 
 import math
-import shutil
 from dataclasses import dataclass, field
 
 import attention_oracle as oracle
-import numpy as np
 import pytest
 import torch
+from operator_checks import compare, require
 
 import fastattn
-from fastattn import _choose
 
 IMPLEMENTATIONS = ("reference", "cpu")
 INPUTS = ("query", "key", "value", "attn_mask", "alibi_slopes", "sinks")
-
-
-def require(impl: str) -> str:
-    """The kernel may only be absent where it cannot be built; anywhere else its absence is a failure."""
-    reason = _choose.availability()[impl]
-    if reason is not None:
-        if not any(shutil.which(c) for c in ("c++", "g++", "clang++")):
-            pytest.skip(reason)
-        pytest.fail(f"{impl}: {reason}")
-    return impl
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Memory that PyTorch hands out uninitialised holds NaN, so that reading it before writing shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(1).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -225,31 +203,9 @@ def plain(case: Case, *, lse=True, out=True) -> dict[str, torch.Tensor]:
     return results
 
 
-def rms(x: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
-
-
 def check(actual: dict, case: Case, strict: bool = False, **used) -> None:
-    """The error to float64 is at most twice that of plain PyTorch in the same dtype, plus one rounding.
-
-    Per tensor, as a root mean square. Where there are too few numbers or keys for such statistics, which is
-    everywhere but in ``strict`` checks of larger inputs, one rounding more is granted of the terms that a
-    result is summed from: those of a gradient may cancel down to zero.
-    """
+    """Every result against the oracle, in the measure of :func:`operator_checks.compare`."""
     expected, size = exact(case, **used)
     yardstick = plain(case, **used)
     for name, result in actual.items():
-        want, have, naive = expected[name], result.double().numpy(), yardstick[name].double().numpy()
-        assert have.shape == want.shape, f"{name}: shape {have.shape}, not {want.shape}"
-        # Infinities (lse of empty rows) have to be equal; errors are taken over the rest.
-        finite = np.isfinite(want)
-        assert np.array_equal(have[~finite], want[~finite]), (
-            f"{name}: infinite where the oracle is not, or not where it is"
-        )
-        error, naive_error = rms(have[finite] - want[finite]), rms(naive[finite] - want[finite])
-        bound = 2 * naive_error + torch.finfo(result.dtype).eps * rms(want[finite])
-        if not strict or want.size < 100:
-            bound += 3 * torch.finfo(case.query.dtype).eps * rms(size[name][finite])
-        assert error <= bound, (
-            f"{name}: error {error:.3e}, allowed {bound:.3e}, plain PyTorch {naive_error:.3e}"
-        )
+        compare(name, result, expected[name], size[name], yardstick[name], case.query.dtype, strict)

@@ -5,15 +5,17 @@ from pathlib import Path
 
 import attention_cases
 import numpy as np
+import operator_checks
 import pytest
 import torch
-from attention_cases import call, check, exact, make_case, require
+from attention_cases import call, check, exact, make_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from operator_checks import require
 
 import fastattn
 
-impl, poisoned = attention_cases.impl, attention_cases.poisoned
+impl, poisoned = attention_cases.impl, operator_checks.poisoned
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

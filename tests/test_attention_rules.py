@@ -5,16 +5,18 @@ import math
 import attention_cases
 import attention_oracle
 import numpy as np
+import operator_checks
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import INPUTS, call, check, dropout_seed, exact, make_case, require
+from attention_cases import INPUTS, call, check, dropout_seed, exact, make_case
+from operator_checks import require
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import fastattn
 from fastattn.ops.attention import attention_with_weights
 
-impl, poisoned = attention_cases.impl, attention_cases.poisoned
+impl, poisoned = attention_cases.impl, operator_checks.poisoned
 
 attend = fastattn.scaled_dot_product_attention
 

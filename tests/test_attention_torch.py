@@ -3,18 +3,19 @@
 import itertools
 
 import attention_cases
+import operator_checks
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.utils.checkpoint
-from attention_cases import require
+from operator_checks import require
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
 import fastattn
 from fastattn.ops.attention import attention_with_weights
 
-impl, poisoned = attention_cases.impl, attention_cases.poisoned
+impl, poisoned = attention_cases.impl, operator_checks.poisoned
 
 attend = fastattn.scaled_dot_product_attention
 
