@@ -80,12 +80,15 @@ def apply_function(function, *args):
     return super(torch.autograd.Function, function).apply(*args)
 
 
-def register_autograd(name: str, op, function) -> None:
-    """Gives the bare op its derivative too: called directly, it must not lose a gradient silently."""
+def register_autograd(name: str, op, function, *more) -> None:
+    """Gives the bare op its derivative too: called directly, it must not lose a gradient silently.
+
+    ``more`` are arguments of the function that the op does not have.
+    """
 
     def kernel(*args):
         if needs_function([a for a in args if isinstance(a, Tensor)]):
-            return apply_function(function, *args)
+            return apply_function(function, *args, *more)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
 
