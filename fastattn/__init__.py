@@ -4,12 +4,13 @@ import importlib
 
 from fastattn._explain import Explanation, explain
 from fastattn.graph import Graph
+from fastattn.ops.aggregation import aggregate, segment_reduce
 from fastattn.ops.attention import scaled_dot_product_attention
 from fastattn.ops.linear_attention import LinearAttentionState, linear_attention, linear_attention_step
 
 __all__ = [
-    "Explanation", "Graph", "LinearAttentionState", "explain", "linear_attention", "linear_attention_step",
-    "nn", "replace_attention", "scaled_dot_product_attention",
+    "Explanation", "Graph", "LinearAttentionState", "aggregate", "explain", "linear_attention",
+    "linear_attention_step", "nn", "replace_attention", "scaled_dot_product_attention", "segment_reduce",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

@@ -1,0 +1,340 @@
+"""The registered ops of neighbour aggregation, and their derivatives under autograd and torch.func.
+
+The ops are linear or bilinear in their arguments, and each other's derivatives: the gradient of a weighted
+sum is a weighted sum over the reversed edges and, for the weights, a dot product per edge. So every
+derivative of any order is made of the same three kernels.
+"""
+
+import torch
+from torch import Tensor
+
+from fastattn.graph import Compressed, transposed
+from fastattn.ops._common import (
+    apply_function,
+    call_op,
+    library,
+    logical_size,
+    map_each,
+    needs_function,
+    register_autograd,
+)
+from fastattn.reference._common import wide_dtype
+
+__all__ = ["aggregate_max", "aggregate_sum", "edge_dot"]
+
+# x is (B, N, H, F). The edges of row n are at positions rowptr[n] to rowptr[n + 1] of col, their other ends,
+# and of perm, the caller's edge numbers (None: the positions). edge_weight is (E, H) or (E, 1) in the
+# caller's order; row_scale and col_scale are vectors over the rows and the other ends, in the dtype of sums.
+# arg, of the shape of the result or of x, restricts the sum to the edges that it names.
+_EDGES = "Tensor rowptr, Tensor col, Tensor? perm"
+_SELECTION = "Tensor? row_scale, Tensor? col_scale, Tensor? arg, bool arg_of_rows"
+
+library.define(f"aggregate_sum(Tensor x, {_EDGES}, Tensor? edge_weight, {_SELECTION}) -> Tensor")
+library.define(
+    f"aggregate_max(Tensor x, {_EDGES}, Tensor? edge_weight, bool minimum) -> (Tensor out, Tensor arg)"
+)
+library.define(f"edge_dot(Tensor a, Tensor b, {_EDGES}, {_SELECTION}, bool per_head) -> Tensor")
+sum_op = torch.ops.fastattn.aggregate_sum.default
+max_op = torch.ops.fastattn.aggregate_max.default
+dot_op = torch.ops.fastattn.edge_dot.default
+
+
+@torch.library.register_fake("fastattn::aggregate_sum", lib=library)
+def _(x, rowptr, *args):
+    B, _, H, F = x.shape
+    return x.new_empty((B, rowptr.shape[0] - 1, H, F))
+
+
+@torch.library.register_fake("fastattn::aggregate_max", lib=library)
+def _(x, rowptr, col, *args):
+    B, _, H, F = x.shape
+    shape = B, rowptr.shape[0] - 1, H, F
+    return x.new_empty(shape), col.new_empty(shape)
+
+
+@torch.library.register_fake("fastattn::edge_dot", lib=library)
+def _(a, b, rowptr, col, perm, row_scale, col_scale, arg, arg_of_rows, per_head):
+    return a.new_empty((col.shape[0], a.shape[2] if per_head else 1), dtype=wide_dtype(a.dtype))
+
+
+# What the derivatives are written with. ``csr`` are the edges by row; ``csc``, the same by their other end,
+# may be None: whoever needs it then makes it.
+
+
+def aggregate_sum(
+    x: Tensor,
+    csr: Compressed,
+    csc: Compressed | None = None,
+    edge_weight: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    col_scale: Tensor | None = None,
+    arg: Tensor | None = None,
+    arg_of_rows: bool = False,
+    *,
+    call=call_op,
+) -> Tensor:
+    """``fastattn::aggregate_sum`` with its derivative."""
+    args = (x, *csr, edge_weight, row_scale, col_scale, arg, arg_of_rows)
+    if needs_function((x, edge_weight, row_scale, col_scale)):
+        return apply_function(AggregateSum, *args, *_parts(csc))
+    return call(sum_op, *args)
+
+
+def aggregate_max(
+    x: Tensor, csr: Compressed, csc: Compressed | None, edge_weight: Tensor | None, minimum: bool
+) -> tuple[Tensor, Tensor]:
+    """``fastattn::aggregate_max`` with its derivative."""
+    args = (x, *csr, edge_weight, minimum)
+    if needs_function((x, edge_weight)):
+        return apply_function(AggregateMax, *args, *_parts(csc))
+    return call_op(max_op, *args)
+
+
+def edge_dot(
+    a: Tensor,
+    b: Tensor,
+    csr: Compressed,
+    csc: Compressed | None,
+    row_scale: Tensor | None,
+    col_scale: Tensor | None,
+    arg: Tensor | None,
+    arg_of_rows: bool,
+    per_head: bool,
+    *,
+    call=call_op,
+) -> Tensor:
+    """``fastattn::edge_dot`` with its derivative."""
+    args = (a, b, *csr, row_scale, col_scale, arg, arg_of_rows, per_head)
+    if needs_function((a, b, row_scale, col_scale)):
+        return apply_function(EdgeDot, *args, *_parts(csc))
+    return call(dot_op, *args)
+
+
+def _parts(csc: Compressed | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return (None, None, None) if csc is None else csc
+
+
+def _dispatched(op, *args):
+    # What is called in a backward pass takes the long way: autograd.grad(is_grads_batched=True) maps over it
+    # without telling anyone.
+    return op(*args)
+
+
+def _sum(x, csr, csc, edge_weight, *args) -> Tensor:
+    weight = None if edge_weight is None else edge_weight.to(x.dtype)
+    return aggregate_sum(x, csr, csc, weight, *args, call=_dispatched)
+
+
+def _dot(*args) -> Tensor:
+    return edge_dot(*args, call=_dispatched)
+
+
+def _both_ways(edges, num_cols: int, needed: bool) -> tuple[Compressed, Compressed | None]:
+    csr, csc = Compressed(*edges[:3]), Compressed(*edges[3:])
+    if csc.ptr is None:
+        csc = transposed(csr, num_cols) if needed else None
+    return csr, csc
+
+
+def _sum_over_edges(
+    value: Tensor, csr: Compressed, csc: Compressed | None, col_scale: Tensor | None, num_cols: int
+) -> Tensor:
+    """For each row the sum of ``value * col_scale`` over its edges and heads; value is (E, H)."""
+    ones = value.new_ones(()).expand(1, num_cols, value.shape[1], 1)
+    return _sum(ones, csr, csc, value, None, col_scale).sum((0, 2, 3))
+
+
+def _scale_of_edges(row_scale, col_scale, csr, csc, num_cols: int) -> Tensor:
+    """(E, 1): the product of the scales at both ends of each edge."""
+    one = (col_scale if row_scale is None else row_scale).new_ones(())
+    rows = one.expand(csr.ptr.shape[0] - 1) if row_scale is None else row_scale
+    cols = one.expand(num_cols) if col_scale is None else col_scale
+    return _dot(rows.view(1, -1, 1, 1), cols.view(1, -1, 1, 1), csr, csc, *(None,) * 3, False, False)
+
+
+class AggregateSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        x, rowptr, col, perm, edge_weight, row_scale, col_scale, arg, arg_of_rows, colptr, row, perm_t
+    ):
+        return call_op(sum_op, x, rowptr, col, perm, edge_weight, row_scale, col_scale, arg, arg_of_rows)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, *csr, edge_weight, row_scale, col_scale, arg, arg_of_rows, colptr, row, perm_t = inputs
+        scaled = any(t is not None and t.requires_grad for t in (edge_weight, row_scale, col_scale))
+        # A sum does not need what it summed, unless its terms have factors with gradients.
+        ctx.save_for_backward(
+            x if scaled else None, edge_weight, row_scale, col_scale, arg, *csr, colptr, row, perm_t
+        )
+        ctx.arg_of_rows, ctx.num_cols = arg_of_rows, x.shape[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, row_scale, col_scale, arg, *edges = ctx.saved_tensors
+        wants_x, (wants_weight, wants_row, wants_col) = ctx.needs_input_grad[0], ctx.needs_input_grad[4:7]
+        of_rows = ctx.arg_of_rows
+        num_cols = ctx.num_cols
+        csr, csc = _both_ways(edges, num_cols, wants_x or wants_col)
+        grad_x = grad_weight = grad_row = grad_col = None
+        if wants_x:
+            grad_x = _sum(grad, csc, csr, weight, col_scale, row_scale, arg, not of_rows)
+        if wants_row or wants_col:
+            # The products without scales give all three gradients.
+            dot = _dot(grad, x, csr, csc, None, None, arg, of_rows, _is_per_head(weight))
+            weighted = dot if weight is None else dot * weight.to(dot.dtype)
+            if wants_row:
+                grad_row = _sum_over_edges(weighted, csr, csc, col_scale, num_cols)
+            if wants_col:
+                grad_col = _sum_over_edges(weighted, csc, csr, row_scale, grad.shape[1])
+            if wants_weight:
+                grad_weight = dot * _scale_of_edges(row_scale, col_scale, csr, csc, num_cols)
+        elif wants_weight:
+            grad_weight = _dot(grad, x, csr, csc, row_scale, col_scale, arg, of_rows, _is_per_head(weight))
+        if wants_weight:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_x, None, None, None, grad_weight, grad_row, grad_col, *(None,) * 5
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        x, rowptr, col, perm, weight, row_scale, col_scale, arg, arg_of_rows, *csc = args
+        if _any_mapped(in_dims[1:4], in_dims[5:7], in_dims[9:]):
+            return map_each(AggregateSum, info, in_dims, args)
+        fold = _Fold(info.batch_size, in_dims[4] is not None)
+        H = logical_size(x, in_dims[0], 2)
+        out = AggregateSum.apply(
+            fold.features(x, in_dims[0]), rowptr, col, perm, fold.weight(weight, in_dims[4], H),
+            row_scale, col_scale, fold.features(arg, in_dims[7]), arg_of_rows, *csc,
+        )  # fmt: skip
+        return fold.unfold(out), fold.out_dim
+
+
+class AggregateMax(torch.autograd.Function):
+    @staticmethod
+    def forward(x, rowptr, col, perm, edge_weight, minimum, colptr, row, perm_t):
+        return call_op(max_op, x, rowptr, col, perm, edge_weight, minimum)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, *csr, edge_weight, _, colptr, row, perm_t = inputs
+        arg = output[1]
+        ctx.mark_non_differentiable(arg)
+        weighted = edge_weight is not None and edge_weight.requires_grad
+        ctx.save_for_backward(x if weighted else None, edge_weight, arg, *csr, colptr, row, perm_t)
+        ctx.num_cols = x.shape[1]
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        x, weight, arg, *edges = ctx.saved_tensors
+        csr, csc = _both_ways(edges, ctx.num_cols, ctx.needs_input_grad[0])
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _sum(grad, csc, csr, weight, None, None, arg, False)
+        if ctx.needs_input_grad[4]:
+            dot = _dot(grad, x, csr, csc, None, None, arg, True, _is_per_head(weight))
+            grad_weight = dot.to(weight.dtype)
+        return grad_x, None, None, None, grad_weight, *(None,) * 4
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        x, rowptr, col, perm, weight, minimum, *csc = args
+        if _any_mapped(in_dims[1:4], in_dims[6:]):
+            return map_each(AggregateMax, info, in_dims, args)
+        fold = _Fold(info.batch_size, in_dims[4] is not None)
+        H = logical_size(x, in_dims[0], 2)
+        outputs = AggregateMax.apply(
+            fold.features(x, in_dims[0]), rowptr, col, perm, fold.weight(weight, in_dims[4], H), minimum, *csc
+        )
+        return tuple(map(fold.unfold, outputs)), (fold.out_dim,) * 2
+
+
+class EdgeDot(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        a, b, rowptr, col, perm, row_scale, col_scale, arg, arg_of_rows, per_head, colptr, row, perm_t
+    ):
+        return call_op(dot_op, a, b, rowptr, col, perm, row_scale, col_scale, arg, arg_of_rows, per_head)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        a, b, *csr, row_scale, col_scale, arg, arg_of_rows, per_head, colptr, row, perm_t = inputs
+        ctx.save_for_backward(a, b, row_scale, col_scale, arg, *csr, colptr, row, perm_t)
+        ctx.options = arg_of_rows, per_head
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b, row_scale, col_scale, arg, *edges = ctx.saved_tensors
+        wants_a, wants_b = ctx.needs_input_grad[:2]
+        wants_row, wants_col = ctx.needs_input_grad[5:7]
+        of_rows, per_head = ctx.options
+        csr, csc = _both_ways(edges, b.shape[1], wants_b or wants_col)
+        grad_a = grad_b = grad_row = grad_col = None
+        if wants_a:
+            grad_a = _sum(b, csr, csc, grad, row_scale, col_scale, arg, of_rows)
+        if wants_b:
+            grad_b = _sum(a, csc, csr, grad, col_scale, row_scale, arg, not of_rows)
+        if wants_row or wants_col:
+            weighted = grad * _dot(a, b, csr, csc, None, None, arg, of_rows, per_head)
+            if wants_row:
+                grad_row = _sum_over_edges(weighted, csr, csc, col_scale, b.shape[1])
+            if wants_col:
+                grad_col = _sum_over_edges(weighted, csc, csr, row_scale, a.shape[1])
+        return grad_a, grad_b, None, None, None, grad_row, grad_col, *(None,) * 6
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        a, b, rowptr, col, perm, row_scale, col_scale, arg, arg_of_rows, per_head, *csc = args
+        if _any_mapped(in_dims[2:7], in_dims[10:]):
+            return map_each(EdgeDot, info, in_dims, args)
+        fold = _Fold(info.batch_size, True)
+        H = logical_size(a, in_dims[0], 2)
+        dot = EdgeDot.apply(
+            fold.features(a, in_dims[0]), fold.features(b, in_dims[1]), rowptr, col, perm, row_scale,
+            col_scale, fold.features(arg, in_dims[7]), arg_of_rows, True, *csc,
+        )  # fmt: skip
+        dot = dot.unflatten(1, (info.batch_size, H))
+        return dot if per_head else dot.sum(2, keepdim=True), 1
+
+
+def _is_per_head(weight: Tensor | None) -> bool:
+    return weight is not None and weight.shape[1] != 1
+
+
+def _any_mapped(*dims) -> bool:
+    return any(d is not None for group in dims for d in group)
+
+
+class _Fold:
+    """Folds a mapped dimension of size N into the batch, or into the heads where weights are mapped too."""
+
+    def __init__(self, N: int, into_heads: bool) -> None:
+        self.N, self.into_heads = N, into_heads
+        self.out_dim = 2 if into_heads else 0
+
+    def features(self, x: Tensor | None, mapped: int | None) -> Tensor | None:
+        if x is None:
+            return None
+        d = self.out_dim
+        if mapped is None:
+            x = x.unsqueeze(d)
+            x = x.expand(*x.shape[:d], self.N, *x.shape[d + 1 :])
+        else:
+            x = x.movedim(mapped, d)
+        return x.flatten(d, d + 1)
+
+    def weight(self, weight: Tensor | None, mapped: int | None, H: int) -> Tensor | None:
+        if weight is None or (mapped is None and not self.into_heads):
+            return weight
+        weight = weight.unsqueeze(1) if mapped is None else weight.movedim(mapped, 1)
+        return weight.expand(weight.shape[0], self.N, H).flatten(1, 2)
+
+    def unfold(self, tensor: Tensor) -> Tensor:
+        return tensor.unflatten(self.out_dim, (self.N, tensor.shape[self.out_dim] // self.N))
+
+
+for _name, _op, _function in (
+    ("aggregate_sum", sum_op, AggregateSum),
+    ("aggregate_max", max_op, AggregateMax),
+    ("edge_dot", dot_op, EdgeDot),
+):
+    register_autograd(_name, _op, _function, None, None, None)
