@@ -85,7 +85,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, decay: Tensor | None, sta
 def _attend(query, key, value, decay, key_padding_mask, kv, z, feature_map, causal, normalize, eps, scale):
     """A call without cu_seqlens: out, den and the final state."""
     (B, H, L, D), (Hkv, S), Dv = query.shape, key.shape[1:3], value.shape[3]
-    wide = wide_dtype(query.dtype)
+    dtype, wide = query.dtype, wide_dtype(query.dtype)
     phi = FEATURE_MAPS[feature_map]
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
     attended = None if key_padding_mask is None else key_padding_mask.view(B, 1, S, 1)
@@ -123,7 +123,7 @@ def _attend(query, key, value, decay, key_padding_mask, kv, z, feature_map, caus
     out = _quotient(numerator, den, eps) if normalize else numerator * scale
     if sees is not None:
         out = torch.where(sees, out, 0.0)
-    return out.to(query.dtype), den.squeeze(-1), state[..., :Dv].contiguous(), state[..., Dv].contiguous()
+    return out.to(dtype), den.squeeze(-1), state[..., :Dv].contiguous(), state[..., Dv].contiguous()
 
 
 def check_cu_seqlens(bounds: list[int], length: int) -> None:
