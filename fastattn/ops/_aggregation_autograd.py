@@ -54,7 +54,7 @@ def _(x, rowptr, col, *args):
 
 @torch.library.register_fake("fastattn::edge_dot", lib=library)
 def _(a, b, rowptr, col, perm, row_scale, col_scale, arg, arg_of_rows, per_head):
-    return a.new_empty((col.shape[0], a.shape[2] if per_head else 1), dtype=wide_dtype(a.dtype))
+    return a.new_empty((col.shape[0], a.shape[2] if per_head else 1))
 
 
 # What the derivatives are written with. ``csr`` are the edges by row; ``csc``, the same by their other end,
@@ -120,13 +120,17 @@ def _dispatched(op, *args):
     return op(*args)
 
 
-def _sum(x, csr, csc, edge_weight, *args) -> Tensor:
-    weight = None if edge_weight is None else edge_weight.to(x.dtype)
-    return aggregate_sum(x, csr, csc, weight, *args, call=_dispatched)
+def _sum(*args) -> Tensor:
+    return aggregate_sum(*args, call=_dispatched)
 
 
 def _dot(*args) -> Tensor:
     return edge_dot(*args, call=_dispatched)
+
+
+def _widened_dot(a, b, *args) -> Tensor:
+    wide = wide_dtype(a.dtype)
+    return _dot(a.to(wide), b.to(wide), *args)
 
 
 def _both_ways(edges, num_cols: int, needed: bool) -> tuple[Compressed, Compressed | None]:
@@ -180,19 +184,18 @@ class AggregateSum(torch.autograd.Function):
         if wants_x:
             grad_x = _sum(grad, csc, csr, weight, col_scale, row_scale, arg, not of_rows)
         if wants_row or wants_col:
-            # The products without scales give all three gradients.
-            dot = _dot(grad, x, csr, csc, None, None, arg, of_rows, _is_per_head(weight))
+            # The products without scales give all three gradients. They are summed further: not rounded yet.
+            dot = _widened_dot(grad, x, csr, csc, None, None, arg, of_rows, _is_per_head(weight))
             weighted = dot if weight is None else dot * weight.to(dot.dtype)
             if wants_row:
                 grad_row = _sum_over_edges(weighted, csr, csc, col_scale, num_cols)
             if wants_col:
                 grad_col = _sum_over_edges(weighted, csc, csr, row_scale, grad.shape[1])
             if wants_weight:
-                grad_weight = dot * _scale_of_edges(row_scale, col_scale, csr, csc, num_cols)
+                scale = _scale_of_edges(row_scale, col_scale, csr, csc, num_cols)
+                grad_weight = (dot * scale).to(weight.dtype)
         elif wants_weight:
             grad_weight = _dot(grad, x, csr, csc, row_scale, col_scale, arg, of_rows, _is_per_head(weight))
-        if wants_weight:
-            grad_weight = grad_weight.to(weight.dtype)
         return grad_x, None, None, None, grad_weight, grad_row, grad_col, *(None,) * 5
 
     @staticmethod
@@ -231,8 +234,7 @@ class AggregateMax(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = _sum(grad, csc, csr, weight, None, None, arg, False)
         if ctx.needs_input_grad[4]:
-            dot = _dot(grad, x, csr, csc, None, None, arg, True, _is_per_head(weight))
-            grad_weight = dot.to(weight.dtype)
+            grad_weight = _dot(grad, x, csr, csc, None, None, arg, True, _is_per_head(weight))
         return grad_x, None, None, None, grad_weight, *(None,) * 4
 
     @staticmethod
@@ -274,7 +276,7 @@ class EdgeDot(torch.autograd.Function):
         if wants_b:
             grad_b = _sum(a, csc, csr, grad, col_scale, row_scale, arg, not of_rows)
         if wants_row or wants_col:
-            weighted = grad * _dot(a, b, csr, csc, None, None, arg, of_rows, per_head)
+            weighted = grad * _widened_dot(a, b, csr, csc, None, None, arg, of_rows, per_head)
             if wants_row:
                 grad_row = _sum_over_edges(weighted, csr, csc, col_scale, b.shape[1])
             if wants_col:

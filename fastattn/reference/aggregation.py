@@ -115,7 +115,7 @@ def edge_dot(
 ) -> Tensor:
     """``dot[e, h] = row_scale[n] * col_scale[m] * <a[:, n, h], b[:, m, h]>`` for each edge from m to n.
 
-    In the caller's order and in float32 (float64 for float64): (E, H), or (E, 1) summed over heads.
+    In the caller's order: (E, H), or (E, 1) summed over heads.
 
     With ``arg`` only those products count that it names, as in :func:`aggregate_sum`.
     """
@@ -124,4 +124,5 @@ def edge_dot(
         product = _gather(a, row, row_scale) * _gather(b, col, col_scale)
         product = _selected(product, row, col, perm, arg, arg_of_rows)
         dot = product.sum((0, 3)) if per_head else product.sum((0, 2, 3)).unsqueeze(1)
+        dot = dot.to(a.dtype)
         return dot if perm is None else torch.zeros_like(dot).index_copy(0, perm.long(), dot)
