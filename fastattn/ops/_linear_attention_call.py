@@ -79,8 +79,12 @@ class _Given:
     def __init__(self, query, key, value, decay, key_padding_mask, cu_seqlens, name, state):
         if _is_any_autocast_enabled():
             query, key, value = _autocast(query, key, value)
-        if state is not None and not (isinstance(state, tuple) and len(state) == 2):
-            raise TypeError(f"{name} must be a LinearAttentionState, got {type(state).__name__}")
+        if state is not None:
+            if not isinstance(state, tuple) or len(state) != 2:
+                raise TypeError(f"{name} must be a LinearAttentionState, got {type(state).__name__}")
+            for part, tensor in zip(LinearAttentionState._fields, state, strict=True):
+                if not isinstance(tensor, Tensor):
+                    raise TypeError(f"{name}.{part} must be a Tensor, got {type(tensor).__name__}")
         self.tensors = (query, key, value, decay, key_padding_mask, cu_seqlens, *(state or (None, None)))
         check_dense(_NAMES, self.tensors)
         wide = wide_dtype(query.dtype)
