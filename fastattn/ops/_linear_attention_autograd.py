@@ -102,8 +102,9 @@ class LinearAttention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.set_materialize_grads(False)
-        out, den, final_kv, final_z = output
-        ctx.mark_non_differentiable(den)
+        out, den, *state = output
+        return_state = inputs[13]
+        ctx.mark_non_differentiable(den, *([] if return_state else state))
         ctx.save_for_backward(*inputs[:3], out, den, *inputs[3:8])
         ctx.options = inputs[8:13]
 
