@@ -17,6 +17,7 @@ from fastattn.graph import (
 __all__ = ["of_edge_index", "of_matrix"]
 
 Parts = tuple[int, int, Compressed, Compressed | None]
+_ENDS = ("the column indices", "the row indices")
 _LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo)
 
 
@@ -61,7 +62,7 @@ def _of_torch(matrix: Tensor) -> Parts:
         return num_src, num_dst, transposed(csc, num_dst), csc
     # Not indices(), which wants the matrix coalesced: duplicates are edges of their own.
     row, col = matrix._indices()
-    return *of_edges(col, row, num_src, num_dst, "the matrix's indices"), None
+    return *of_edges(col, row, num_src, num_dst, _ENDS), None
 
 
 def _of_scipy(matrix) -> Parts:
@@ -78,7 +79,7 @@ def _of_scipy(matrix) -> Parts:
         return num_src, num_dst, transposed(csc, num_dst), csc
     if matrix.format == "coo":
         row, col = _of_numpy(matrix.row), _of_numpy(matrix.col)
-        return *of_edges(col, row, num_src, num_dst, "the matrix's indices"), None
+        return *of_edges(col, row, num_src, num_dst, _ENDS), None
     raise RuntimeError(
         f"a scipy matrix must be in csr, csc or coo format, where its values have an order, got "
         f"{matrix.format}: convert it with .tocsr()"

@@ -40,7 +40,9 @@ class Compressed(NamedTuple):
 
 def index_dtype(num_edges: int, num_rows: int, num_cols: int) -> torch.dtype:
     """int32 where every node and edge number fits: half of the memory that is read beside the features."""
-    return torch.int32 if max(num_edges, num_rows, num_cols) < 2**31 else torch.int64
+    # Each by itself: their maximum would make compiled code depend on which one is larger.
+    fit = num_edges < 2**31 and num_rows < 2**31 and num_cols < 2**31
+    return torch.int32 if fit else torch.int64
 
 
 def check_range(name: str, index: Tensor, size: int, what: str) -> None:
@@ -70,7 +72,7 @@ def _checked_on_any_device(rowptr: Tensor, col: Tensor, num_cols: int) -> tuple[
     """Copies of both that nobody else can change, once they are known to describe a matrix."""
     first, last, E = int(rowptr[0]), int(rowptr[-1]), col.numel()
     if first != 0 or last != E:
-        raise ValueError(f"rowptr must go from 0 to the number of edges {E}, got {first} to {last}")
+        raise ValueError(f"rowptr must go from 0 to {E}, where col ends, got {first} to {last}")
     falls = (rowptr[1:] < rowptr[:-1]).nonzero()
     if falls.numel():
         n = int(falls[0])
@@ -133,7 +135,8 @@ def edge_ends(edges: Compressed) -> tuple[Tensor, Tensor]:
 def transposed(edges: Compressed, num_cols: int) -> Compressed:
     """The same edges, with the same numbers, grouped by their other end."""
     row, col = edge_ends(edges)
-    return compress(col, row, num_cols, edges.ptr.shape[0] - 1)
+    ptr, *rest = compress(col, row, num_cols, edges.ptr.shape[0] - 1)
+    return Compressed(ptr, *(t if t is None else t.to(edges.index.dtype) for t in rest))
 
 
 class Graph:
@@ -198,6 +201,11 @@ class Graph:
         self.rowptr, self.col, self.perm = csr
         self._csc = csc
         self._vectors: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    @staticmethod
+    def _of_edges(src: Tensor, dst: Tensor, num_src: int | None, num_dst: int | None, names=None) -> Graph:
+        with _plain():
+            return _make(*of_edges(src, dst, num_src, num_dst, names))
 
     @classmethod
     def from_csr(cls, rowptr: Tensor, col: Tensor, *, num_src: int | None = None) -> Graph:
@@ -333,21 +341,25 @@ def _make(num_src: int, num_dst: int, csr: Compressed, csc: Compressed | None = 
     return graph
 
 
-def of_edges(src: Tensor, dst: Tensor, num_src: int | None, num_dst: int | None, name: str = "edge_index"):
-    """The parts of a graph from its edges: both sizes, and the edges by target. None sizes are inferred."""
+def of_edges(src: Tensor, dst: Tensor, num_src: int | None, num_dst: int | None, names=None):
+    """The parts of a graph from its edges: both sizes, and the edges by target. None sizes are inferred.
+
+    ``names`` are what error messages call both ends.
+    """
     num_src, num_dst = of_sizes(src, dst, num_src, num_dst)
     try:
         csr = compress(dst, src, num_dst, num_src)
     except (RuntimeError, ValueError):
         # Where it is a number out of range, say so in the caller's words.
-        check_ends(src, dst, num_src, num_dst, name)
+        check_ends(src, dst, num_src, num_dst, names)
         raise
     return num_src, num_dst, csr
 
 
-def check_ends(src: Tensor, dst: Tensor, num_src: int, num_dst: int, name: str = "edge_index") -> None:
-    check_range(f"{name}[0] (sources)", src, num_src, "source nodes")
-    check_range(f"{name}[1] (targets)", dst, num_dst, "target nodes")
+def check_ends(src: Tensor, dst: Tensor, num_src: int, num_dst: int, names=None) -> None:
+    source, target = names or ("edge_index[0] (sources)", "edge_index[1] (targets)")
+    check_range(source, src, num_src, "source nodes")
+    check_range(target, dst, num_dst, "target nodes")
 
 
 def of_sizes(src: Tensor, dst: Tensor, num_src: int | None, num_dst: int | None) -> tuple[int, int]:

@@ -25,7 +25,8 @@ __all__ = ["aggregate_max", "aggregate_sum", "edge_dot"]
 # x is (B, N, H, F). The edges of row n are at positions rowptr[n] to rowptr[n + 1] of col, their other ends,
 # and of perm, the caller's edge numbers (None: the positions). edge_weight is (E, H) or (E, 1) in the
 # caller's order; row_scale and col_scale are vectors over the rows and the other ends, in the dtype of sums.
-# arg, of the shape of the result or of x, restricts the sum to the edges that it names.
+# arg, of the shape of the result or of x, restricts the sum to the edges that it names. edge_dot gives the
+# dtype of sums, and weights may be of it beside half precision: what is summed further is not rounded before.
 _EDGES = "Tensor rowptr, Tensor col, Tensor? perm"
 _SELECTION = "Tensor? row_scale, Tensor? col_scale, Tensor? arg, bool arg_of_rows"
 
@@ -54,7 +55,7 @@ def _(x, rowptr, col, *args):
 
 @torch.library.register_fake("fastattn::edge_dot", lib=library)
 def _(a, b, rowptr, col, perm, row_scale, col_scale, arg, arg_of_rows, per_head):
-    return a.new_empty((col.shape[0], a.shape[2] if per_head else 1))
+    return a.new_empty((col.shape[0], a.shape[2] if per_head else 1), dtype=wide_dtype(a.dtype))
 
 
 # What the derivatives are written with. ``csr`` are the edges by row; ``csc``, the same by their other end,
@@ -128,11 +129,6 @@ def _dot(*args) -> Tensor:
     return edge_dot(*args, call=_dispatched)
 
 
-def _widened_dot(a, b, *args) -> Tensor:
-    wide = wide_dtype(a.dtype)
-    return _dot(a.to(wide), b.to(wide), *args)
-
-
 def _both_ways(edges, num_cols: int, needed: bool) -> tuple[Compressed, Compressed | None]:
     csr, csc = Compressed(*edges[:3]), Compressed(*edges[3:])
     if csc.ptr is None:
@@ -184,8 +180,8 @@ class AggregateSum(torch.autograd.Function):
         if wants_x:
             grad_x = _sum(grad, csc, csr, weight, col_scale, row_scale, arg, not of_rows)
         if wants_row or wants_col:
-            # The products without scales give all three gradients. They are summed further: not rounded yet.
-            dot = _widened_dot(grad, x, csr, csc, None, None, arg, of_rows, _is_per_head(weight))
+            # The products without scales give all three gradients.
+            dot = _dot(grad, x, csr, csc, None, None, arg, of_rows, _is_per_head(weight))
             weighted = dot if weight is None else dot * weight.to(dot.dtype)
             if wants_row:
                 grad_row = _sum_over_edges(weighted, csr, csc, col_scale, num_cols)
@@ -193,9 +189,11 @@ class AggregateSum(torch.autograd.Function):
                 grad_col = _sum_over_edges(weighted, csc, csr, row_scale, grad.shape[1])
             if wants_weight:
                 scale = _scale_of_edges(row_scale, col_scale, csr, csc, num_cols)
-                grad_weight = (dot * scale).to(weight.dtype)
+                grad_weight = dot * scale
         elif wants_weight:
             grad_weight = _dot(grad, x, csr, csc, row_scale, col_scale, arg, of_rows, _is_per_head(weight))
+        if wants_weight:
+            grad_weight = grad_weight.to(weight.dtype)
         return grad_x, None, None, None, grad_weight, grad_row, grad_col, *(None,) * 5
 
     @staticmethod
@@ -234,7 +232,8 @@ class AggregateMax(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = _sum(grad, csc, csr, weight, None, None, arg, False)
         if ctx.needs_input_grad[4]:
-            grad_weight = _dot(grad, x, csr, csc, None, None, arg, True, _is_per_head(weight))
+            dot = _dot(grad, x, csr, csc, None, None, arg, True, _is_per_head(weight))
+            grad_weight = dot.to(weight.dtype)
         return grad_x, None, None, None, grad_weight, *(None,) * 4
 
     @staticmethod
@@ -276,7 +275,7 @@ class EdgeDot(torch.autograd.Function):
         if wants_b:
             grad_b = _sum(a, csc, csr, grad, col_scale, row_scale, arg, not of_rows)
         if wants_row or wants_col:
-            weighted = grad * _widened_dot(a, b, csr, csc, None, None, arg, of_rows, per_head)
+            weighted = grad * _dot(a, b, csr, csc, None, None, arg, of_rows, per_head)
             if wants_row:
                 grad_row = _sum_over_edges(weighted, csr, csc, col_scale, b.shape[1])
             if wants_col:

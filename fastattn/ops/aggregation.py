@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from fastattn._choose import KERNEL_DTYPES, Request, candidates, choose
 from fastattn.graph import Graph, as_graph
@@ -101,10 +100,9 @@ def _prepare(x, graph, reduce="sum", edge_weight=None) -> _Prepared:
 def _run(call: _Prepared, implementation: str) -> Tensor:
     x, graph, reduce, weight = call[:4]
     csr = graph.csr
-    # Sorted by source only where a gradient will be asked for.
-    watched = needs_function((x, weight)) and (
-        x.requires_grad or (reduce == "sym" and weight is not None) or not is_compiling()
-    )
+    # Sorted by source only where a gradient will be asked for: of the features, or of the degrees.
+    degrees = reduce == "sym" and weight is not None
+    watched = needs_function((x, weight if degrees else None))
     csc = graph.csc if implementation != "reference" and watched else None
 
     def summed(x, weight, row_scale=None, col_scale=None) -> Tensor:
@@ -235,10 +233,13 @@ def _segments(x, ptr, batch, num_segments) -> Graph:
     if batch is None:
         if num_segments is not None and num_segments != index.shape[0] - 1:
             raise ValueError(f"num_segments is {num_segments}, ptr has {index.shape[0] - 1} segments")
-        return Graph.from_csr(index, rows, num_src=N)
+        try:
+            return Graph.from_csr(index, rows, num_src=N)
+        except ValueError as error:  # in the caller's words
+            raise ValueError(str(error).replace("rowptr", "ptr").replace("col ends", "x ends")) from None
     if index.shape[0] != N:
         raise RuntimeError(f"batch has {index.shape[0]} entries, x {N} rows")
-    return Graph(torch.stack([rows, index]), size=(N, num_segments))
+    return Graph._of_edges(rows, index, N, num_segments, ("rows", "batch"))
 
 
 def segment_reduce(

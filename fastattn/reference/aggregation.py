@@ -84,9 +84,8 @@ def aggregate_max(
     edge -1.
     """
     with without_autocast(x):
-        (B, _, H, F), N, E = x.shape, rowptr.shape[0] - 1, col.shape[0]
-        message = _messages(x, col, perm, edge_weight, None)
-        value = message.detach()
+        (B, M, H, F), N, E = x.shape, rowptr.shape[0] - 1, col.shape[0]
+        value = _messages(x, col, perm, edge_weight, None).detach()
         row = _row_of_edges(rowptr, col).long().view(1, E, 1, 1).expand(B, E, H, F)
         extreme, bound = ("amin", torch.inf) if minimum else ("amax", -torch.inf)
         best = value.new_full((B, N, H, F), bound).scatter_reduce(1, row, value, extreme)
@@ -94,10 +93,21 @@ def aggregate_max(
         attains = (value == best.gather(1, row)) | value.isnan()
         position = torch.where(attains, torch.arange(E, device=x.device).view(1, E, 1, 1), E)
         first = torch.full((B, N, H, F), E, device=x.device).scatter_reduce(1, row, position, "amin")
-        # Position E stands for no edge.
-        out = torch.cat([message, message.new_zeros(B, 1, H, F)], 1).gather(1, first)
-        numbers = torch.cat([_edge_numbers(col, perm), col.new_full((1,), -1)])
-        arg = numbers.index_select(0, first.flatten()).view(first.shape)
+
+        # The winners are fetched by themselves, so that no NaN of another edge meets their gradient. One
+        # more entry at the end stands for no edge, and for its node and weight.
+        def at_first(entries: Tensor, nothing: int) -> Tensor:
+            padded = torch.cat([entries, entries.new_full((1, *entries.shape[1:]), nothing)])
+            return padded.index_select(0, first.flatten()).view(first.shape)
+
+        node = at_first(col, M).long()
+        x = torch.cat([x, x.new_zeros(B, 1, H, F)], 1)
+        out = x.to(wide_dtype(x.dtype)).gather(1, node)
+        arg = at_first(_edge_numbers(col, perm), -1)
+        if edge_weight is not None:
+            weight = torch.cat([edge_weight, edge_weight.new_ones(1, edge_weight.shape[1])]).to(out.dtype)
+            edge = torch.where(arg < 0, E, arg).long()
+            out = out * weight.view(1, E + 1, -1, 1).expand(B, E + 1, H, F).gather(1, edge)
         return out.to(x.dtype), arg
 
 
@@ -115,7 +125,7 @@ def edge_dot(
 ) -> Tensor:
     """``dot[e, h] = row_scale[n] * col_scale[m] * <a[:, n, h], b[:, m, h]>`` for each edge from m to n.
 
-    In the caller's order: (E, H), or (E, 1) summed over heads.
+    In the caller's order and in float32 (float64 for float64): (E, H), or (E, 1) summed over heads.
 
     With ``arg`` only those products count that it names, as in :func:`aggregate_sum`.
     """
@@ -124,5 +134,4 @@ def edge_dot(
         product = _gather(a, row, row_scale) * _gather(b, col, col_scale)
         product = _selected(product, row, col, perm, arg, arg_of_rows)
         dot = product.sum((0, 3)) if per_head else product.sum((0, 2, 3)).unsqueeze(1)
-        dot = dot.to(a.dtype)
         return dot if perm is None else torch.zeros_like(dot).index_copy(0, perm.long(), dot)
