@@ -6,11 +6,13 @@ from fastattn._explain import Explanation, explain
 from fastattn.graph import Graph
 from fastattn.ops.aggregation import aggregate, segment_reduce
 from fastattn.ops.attention import scaled_dot_product_attention
+from fastattn.ops.graph_attention import edge_softmax, gat_attention, gatv2_attention, graph_attention
 from fastattn.ops.linear_attention import LinearAttentionState, linear_attention, linear_attention_step
 
 __all__ = [
-    "Explanation", "Graph", "LinearAttentionState", "aggregate", "explain", "linear_attention",
-    "linear_attention_step", "nn", "replace_attention", "scaled_dot_product_attention", "segment_reduce",
+    "Explanation", "Graph", "LinearAttentionState", "aggregate", "edge_softmax", "explain", "gat_attention",
+    "gatv2_attention", "graph_attention", "linear_attention", "linear_attention_step", "nn",
+    "replace_attention", "scaled_dot_product_attention", "segment_reduce",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

@@ -3,19 +3,22 @@
 #include "attention.h"
 #include "build_config.h"
 #include "graph.h"
+#include "graph_attention.h"
 #include "isa.h"
 #include "roof.h"
 
 // Every compiled variant defines its table in a namespace named after its instruction set.
-#define FASTATTN_DECLARE(isa)                      \
-  namespace isa {                                  \
-  extern const AttentionKernels attention_kernels; \
-  extern const GraphKernels graph_kernels;         \
-  extern const RoofKernels roof_kernels;           \
+#define FASTATTN_DECLARE(isa)                                 \
+  namespace isa {                                             \
+  extern const AttentionKernels attention_kernels;            \
+  extern const GraphKernels graph_kernels;                    \
+  extern const GraphAttentionKernels graph_attention_kernels; \
+  extern const RoofKernels roof_kernels;                      \
   }
 
 #define FASTATTN_ADDRESS_ATTENTION(isa) &isa::attention_kernels,
 #define FASTATTN_ADDRESS_GRAPH(isa) &isa::graph_kernels,
+#define FASTATTN_ADDRESS_GRAPH_ATTENTION(isa) &isa::graph_attention_kernels,
 #define FASTATTN_ADDRESS_ROOF(isa) &isa::roof_kernels,
 
 namespace fastattn {
@@ -29,6 +32,11 @@ const AttentionKernels& attention_kernels() {
 
 const GraphKernels& graph_kernels() {
   static const GraphKernels* const variants[] = {FASTATTN_ISAS(FASTATTN_ADDRESS_GRAPH)};
+  return *variants[chosen_isa()];
+}
+
+const GraphAttentionKernels& graph_attention_kernels() {
+  static const GraphAttentionKernels* const variants[] = {FASTATTN_ISAS(FASTATTN_ADDRESS_GRAPH_ATTENTION)};
   return *variants[chosen_isa()];
 }
 
