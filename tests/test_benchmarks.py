@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import attention, cases, machine, memory, report, runner
+from benchmarks import attention, cases, linear_attention, machine, memory, report, runner
 from benchmarks import roof as roof_module
 from benchmarks.__main__ import main, measure_time, parse, select
 from benchmarks.figures import Spread, geometric_mean, quantile, ratios
@@ -466,7 +466,8 @@ def test_pytest_benchmark_suite_covers_every_timed_case_and_runs():
     ]
     collected = subprocess.run([*command, "--collect-only"], cwd=ROOT, capture_output=True, text=True)
     assert collected.returncode == 0, collected.stdout + collected.stderr
-    timed = [case for case in attention.CASES if case.family != "memory"]
+    timed = [case for case in attention.CASES + linear_attention.CASES if case.family != "memory"]
     assert all(f"[{case.name}/auto]" in collected.stdout for case in timed)
-    done = subprocess.run([*command, "-k", "small or 16x8x64x32"], cwd=ROOT, capture_output=True, text=True)
+    some = "small or 16x8x64x32 or step/1x8x64/fp32"
+    done = subprocess.run([*command, "-k", some], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
