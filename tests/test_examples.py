@@ -1,5 +1,6 @@
 """The examples, cut down to seconds."""
 
+import copy
 import importlib.util
 import json
 import os
@@ -13,13 +14,16 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "train_language_model.py"
 TINY = ["--steps", "3", "--length", "32", "--batch", "2", "--d-model", "16", "--heads", "2", "--layers", "2"]
+DIGITS = ROOT / "examples" / "generate_digits.py"
+TINY_DIGITS = ["--steps", "4", "--d-model", "16", "--heads", "2", "--layers", "2", "--rows", "1"]
+TINY_DIGITS += ["--timed-pixels", "192", "--timed-batch", "1"]
 
 
-def run(*arguments, cwd):
+def run(*arguments, cwd, demo=DEMO, settings=TINY):
     # The package under test, also where it is not installed but only on the path.
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
-        [sys.executable, str(DEMO), *TINY, "--threads", "1", *arguments],
+        [sys.executable, str(demo), *settings, "--threads", "1", *arguments],
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
@@ -62,12 +66,16 @@ def test_demo_curves_agree_and_fall(demo):
     assert held_out["torch"] == pytest.approx(held_out["fastattn"], abs=1e-4)
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("train_language_model", DEMO)
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def script():
+    return load(DEMO)
 
 
 def test_demo_stops_at_the_time_limit(script, capsys):
@@ -91,3 +99,79 @@ def test_demo_notices_a_bypassed_swap(script):
     script.check_swap(script.build("fastattn", options), options)
     with pytest.raises(AssertionError, match="0 use the swapped module"):
         script.check_swap(script.build("torch", options), options)
+
+
+# Drawing digits
+
+
+def test_digits_are_drawn_and_everything_is_written(tmp_path):
+    done = run("--out", "written", cwd=tmp_path, demo=DIGITS, settings=TINY_DIGITS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("digits.png", "digits_time.png"):
+        assert (tmp_path / "written" / name).read_bytes().startswith(b"\x89PNG")
+    report = json.loads((tmp_path / "written" / "digits.json").read_text())
+    assert report["steps"] == len(report["training_bits"]) == 4
+    assert report["largest_logit_difference"] < 1e-4 and report["same_images"] == 1.0
+    assert report["bits_per_pixel"]["all levels alike"] == pytest.approx(4.087, abs=1e-3)
+    assert all(value > 0 for value in report["bits_per_pixel"].values())
+    assert {name: len(values) for name, values in report["seconds_per_pixel"].items()} == {
+        "linear, recurrent": 3,
+        "softmax, KV cache": 3,
+    }
+    # Two layers, two heads of 8: kv and z in float32; keys and values of 192 pixels.
+    assert report["state_bytes"] == {
+        "linear, recurrent": 2 * 4 * 2 * (8 * 8 + 8),
+        "softmax, KV cache": 2 * 4 * 2 * 192 * 16,
+    }
+    for line in (
+        "bits per pixel after 4 steps",
+        "held out, pixels alone",
+        "images drawn",
+        "kept per sequence",
+    ):
+        assert line in done.stdout
+
+
+@pytest.fixture(scope="module")
+def painter():
+    script = load(DIGITS)
+    options = script.parse(TINY_DIGITS)
+    torch.manual_seed(0)
+    return script, options, script.Painter(script.LinearAttention, options).eval()
+
+
+@pytest.mark.parametrize("attention", ["LinearAttention", "SoftmaxAttention"])
+def test_steps_of_both_painters_have_the_past_in_their_states(painter, attention):
+    script, options, _ = painter
+    model = script.Painter(getattr(script, attention), options).eval()
+    digits, pixels = torch.arange(3), torch.randint(17, (3, 64))
+    assert script.largest_difference(model, digits, pixels) < 1e-4
+
+
+def test_drawing_is_repeatable_and_that_of_the_whole_prefix(painter):
+    script, _, model = painter
+    digits = torch.arange(10)
+    drawn = script.draw(model, digits, seed=1)
+    assert drawn.shape == (10, 64) and 0 <= drawn.min() and drawn.max() <= 16
+    assert torch.equal(drawn, script.draw(model, digits, seed=1))
+    assert torch.equal(drawn, script.draw_by_prefix(model, digits, seed=1))
+    assert not torch.equal(drawn, script.draw(model, digits, seed=2))
+
+
+def test_a_painter_that_sees_the_future_or_forgets_the_past_is_noticed(painter):
+    script, options, model = painter
+    wrong = copy.deepcopy(model)
+    wrong.layers[0].attention.step = lambda x, state, position: type(model.layers[0].attention).step(
+        wrong.layers[0].attention, x, state if position % 2 else wrong.initial_states(3)[0], position
+    )
+    assert script.largest_difference(wrong, torch.arange(3), torch.randint(17, (3, 64))) > script.AGREEMENT
+
+
+def test_held_out_images_are_not_trained_on_and_the_histogram_is_a_distribution(painter):
+    script = painter[0]
+    (digits, pixels), held_out = script.images(seed=0)
+    assert len(digits) + len(held_out[0]) == 1797 and len(held_out[0]) == script.HELD_OUT
+    again = script.images(seed=0)[1]
+    assert torch.equal(held_out[1], again[1])
+    bits = script.histogram_bits((digits, pixels), held_out)
+    assert 1.0 < bits < script.math.log2(17)
