@@ -445,7 +445,8 @@ def test_explain_names_the_argument_that_the_operator_does_not_take_or_lacks(arg
 # ---- documentation
 
 
-def test_examples_of_the_readme_run(run_python):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{file.name}" for file in ROOT.glob("docs/*.md"))])
+def test_examples_of_the_documentation_run(page, run_python):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
     assert blocks
     run_python("-c", "\n".join(blocks))
