@@ -142,8 +142,12 @@ def test_a_thousand_steps_in_bfloat16(impl):
         if t % 100 == 99:
             error = np.abs(out.double().numpy() - expected["out"][:, :, t]).max()
             assert error < 2**-8 * np.abs(expected["out"][:, :, t]).max() + 1e-4, t
-    for have, name in ((state.kv, "kv"), (state.z, "z"), (call(case, impl)["kv"], "kv")):
-        np.testing.assert_allclose(have.double().numpy(), expected[name], rtol=1e-4, atol=1e-2)
+    # One call may round features to bfloat16, as products of bfloat16 matrices do; a step has no reason to.
+    whole = call(case, impl, only=())
+    for name, one_by_one in (("kv", state.kv), ("z", state.z)):
+        largest = np.abs(expected[name]).max()
+        for have, tolerance in ((one_by_one, 1e-4), (whole[name], 2**-8)):
+            assert np.abs(have.double().numpy() - expected[name]).max() < tolerance * largest
 
 
 def test_half_precision_over_32k_positions(impl):
@@ -223,8 +227,11 @@ def test_every_subset_of_gradients(impl, name):
         names = list(case.tensors())
         for n in range(1, len(names) + 1):
             for subset in itertools.combinations(names, n):
-                for key, gradient in call(case, impl, only=subset, used=used).items():
-                    assert torch.equal(gradient, together[key]), (subset, used, key)
+                for key, result in call(case, impl, only=subset, used=used).items():
+                    torch.testing.assert_close(
+                        result, together[key], rtol=1e-10, atol=1e-12,
+                        msg=lambda m, k=key, s=subset: f"{k} of {s}: {m}",
+                    )  # fmt: skip
 
 
 def differentiable(case, names, impl, used=OUTPUTS):

@@ -121,7 +121,10 @@ def test_loop_of_steps_in_every_dtype(impl, dtype, H, Hkv, D, Dv):
         assert out.dtype == dtype and out.shape == (3, H, Dv) and type(state) is LinearAttentionState
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(out, expected["out"][:, :, t], rtol=8 * eps, atol=8 * eps)
-    torch.testing.assert_close(tuple(state), (expected["kv"], expected["z"]))
+    # One call may round features to bfloat16 before it multiplies them.
+    for have, want in zip(state, (expected["kv"], expected["z"]), strict=True):
+        tolerance = {"rtol": 0, "atol": 2**-7 * want.abs().max().item()} if dtype == torch.bfloat16 else {}
+        torch.testing.assert_close(have, want, **tolerance)
 
 
 def test_packed_sequences_equal_single_ones(impl):

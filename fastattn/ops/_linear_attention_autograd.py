@@ -103,14 +103,16 @@ class LinearAttention(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         ctx.set_materialize_grads(False)
         out, den, *state = output
-        return_state = inputs[13]
-        ctx.mark_non_differentiable(den, *([] if return_state else state))
+        ctx.return_state = inputs[13]
+        ctx.mark_non_differentiable(den, *([] if ctx.return_state else state))
         ctx.save_for_backward(*inputs[:3], out, den, *inputs[3:8])
         ctx.options = inputs[8:13]
 
     @staticmethod
     def backward(ctx, grad_out, grad_den, grad_kv, grad_z):
         needs = ctx.needs_input_grad
+        if not ctx.return_state:
+            grad_kv = grad_z = None  # compiled code gives zeros here
         if grad_out is None and grad_kv is None and grad_z is None:
             return (None,) * 14
         wanted = needs[3], needs[6] or needs[7]
