@@ -201,6 +201,8 @@ class Graph:
         self.rowptr, self.col, self.perm = csr
         self._csc = csc
         self._vectors: dict[tuple[str, torch.dtype], Tensor] = {}
+        # What others make of this graph and want again at their next call, such as its self-loops.
+        self._derived: dict[object, object] = {}
 
     @staticmethod
     def _of_edges(src: Tensor, dst: Tensor, num_src: int | None, num_dst: int | None, names=None) -> Graph:
