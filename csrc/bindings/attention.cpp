@@ -34,8 +34,7 @@ void fill(AttentionParams& p, const Array& query, const Array& key, const MaybeT
 
   if (attn_mask) {
     const Array mask("attn_mask", *attn_mask);
-    mask.check_dtype({DType::boolean, query.dtype, DType::f32}).check_shape({p.B, p.H, p.L, p.S}, true);
-    p.mask = mask.view();
+    p.mask = mask.check_dtype({DType::boolean, query.dtype, DType::f32}).broadcast({p.B, p.H, p.L, p.S});
   }
   if (key_padding_mask) {
     const Array padding("key_padding_mask", *key_padding_mask);
@@ -149,16 +148,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   STD_TORCH_CHECK(!alibi_grad || alibi_slopes, "alibi_grad needs alibi_slopes");
   STD_TORCH_CHECK(!sinks_grad || sinks, "sinks_grad needs sinks");
 
-  Tensor grad_query = torch::stable::empty_like(query);
-  Tensor grad_key = torch::stable::empty_like(key);
-  Tensor grad_value = torch::stable::empty_like(value);
+  Tensor grad_query = allocate_like(query);
+  Tensor grad_key = allocate_like(key);
+  Tensor grad_value = allocate_like(value);
   p.grad_query = output_view(grad_query);
   p.grad_key = output_view(grad_key);
   p.grad_value = output_view(grad_value);
 
-  Tensor grad_mask = mask_grad ? allocate_contiguous(p.mask.dtype, attn_mask->sizes().data(), 4)
-                               : allocate_contiguous(dtype, {0});
-  if (mask_grad) p.grad_mask = Array("grad_mask", grad_mask).view();
+  Tensor grad_mask = mask_grad
+                         ? allocate_contiguous(p.mask.dtype, attn_mask->sizes().data(), attn_mask->dim())
+                         : allocate_contiguous(dtype, {0});
+  if (mask_grad) p.grad_mask = Array("grad_mask", grad_mask).broadcast({p.B, p.H, p.L, p.S});
   const auto per_head = [&](bool wanted) {
     return wanted ? allocate_contiguous(lse_dtype(p), {p.B, p.H}) : allocate_contiguous(dtype, {0});
   };

@@ -78,23 +78,29 @@ struct Array {
     return text + ")";
   }
 
-  // Every dimension as expected; with `broadcast` it may also be 1.
-  const Array& check_shape(std::initializer_list<int64_t> expected, bool broadcast = false) const {
-    bool ok = dim == int64_t(expected.size());
-    if (ok) {
-      const int64_t* actual = size;
-      for (int64_t e : expected) {
-        ok &= *actual == e || (broadcast && *actual == 1);
-        ++actual;
-      }
-    }
-    if (!ok) {
-      std::string text;
-      for (int64_t e : expected) text += (text.empty() ? "" : ", ") + std::to_string(e);
-      STD_TORCH_CHECK(false, name, " must have shape (", text, ")", broadcast ? " or 1 in any dimension" : "",
-                      ", got ", shape());
-    }
+  // Every dimension as expected.
+  const Array& check_shape(std::initializer_list<int64_t> expected) const {
+    if (dim != int64_t(expected.size()) || !std::equal(expected.begin(), expected.end(), size))
+      refuse_shape(expected, "");
     return *this;
+  }
+  // The view that broadcasts to `expected`: a dimension may be 1, or missing in front.
+  View broadcast(std::initializer_list<int64_t> expected) const {
+    View v{data, dtype, {0, 0, 0, 0}};
+    const int64_t missing = int64_t(expected.size()) - dim;
+    bool ok = missing >= 0;
+    for (int64_t i = 0; ok && i < dim; ++i) {
+      ok = size[i] == 1 || size[i] == expected.begin()[missing + i];
+      v.stride[missing + i] = size[i] == 1 ? 0 : stride[i];
+    }
+    if (!ok) refuse_shape(expected, " or 1 in any dimension");
+    return v;
+  }
+
+  void refuse_shape(std::initializer_list<int64_t> expected, const char* also) const {
+    std::string text;
+    for (int64_t e : expected) text += (text.empty() ? "" : ", ") + std::to_string(e);
+    STD_TORCH_CHECK(false, name, " must have shape (", text, ")", also, ", got ", shape());
   }
 
   const Array& check_dtype(std::initializer_list<DType> allowed) const {
@@ -143,6 +149,16 @@ inline Tensor allocate_contiguous(DType dtype, const int64_t* size, int64_t dim)
 
 inline Tensor allocate_contiguous(DType dtype, std::initializer_list<int64_t> size) {
   return allocate_contiguous(dtype, size.begin(), int64_t(size.size()));
+}
+
+// As empty_like, but without a call through the dispatcher where that only copies a contiguous shape.
+inline Tensor allocate_like(const Tensor& tensor) {
+  if (!tensor.is_contiguous()) return torch::stable::empty_like(tensor);
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(tensor.dim(), tensor.sizes().data(),
+                                                         tensor.strides().data(), dtype_code(tensor),
+                                                         aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
 }
 
 // Converts where needed; a tensor that already has the dtype is returned as it is.

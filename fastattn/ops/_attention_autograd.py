@@ -1,5 +1,6 @@
 """The registered ops of softmax attention, and their derivatives under autograd and torch.func."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 
 from fastattn.ops._common import (
+    CPU_KEYS,
     call_op,
     library,
     logical_dim,
@@ -17,7 +19,7 @@ from fastattn.ops._common import (
 )
 from fastattn.reference import attention as reference
 
-__all__ = ["Attention", "AttentionWeights", "forward_op", "weights_op"]
+__all__ = ["Attention", "AttentionWeights", "apply_plain_attention", "forward_op", "weights_op"]
 
 # Everything is four-dimensional here: query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv),
 # attn_mask with dimensions that are full or 1, key_padding_mask (B, S), alibi_slopes (H,) or (B, H), sinks
@@ -89,26 +91,29 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
-        query, key, value, out, lse, *biases = ctx.saved_tensors
+        # Spelled out: on small inputs these lines take as long as the kernel.
         if grad_out is None and grad_lse is None:
             return (None,) * 14
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad
         if grad_out is None:
+            out = saved[3]
             grad_out = out.new_zeros(()).expand(out.shape)
-        wanted = (ctx.needs_input_grad[3], ctx.needs_input_grad[5], ctx.needs_input_grad[6])
-        args = (grad_out, grad_lse, query, key, value, out, lse, *biases, *ctx.options, *wanted)
+        args = (grad_out, grad_lse, *saved, *ctx.options, needs[3], needs[5], needs[6])
         # The Function is only needed where this result is differentiated or mapped in turn.
         if torch.is_grad_enabled() or _are_functorch_transforms_active():
             grads = AttentionBackward.apply(*args)
         else:
-            # Through the dispatcher: autograd.grad(is_grads_batched=True) maps over it without telling
-            # anyone.
-            grads = backward_op(*args)
-        needs = ctx.needs_input_grad
-        grad_query, grad_key, grad_value = (
-            g if n else None for g, n in zip(grads[:3], needs[:3], strict=True)
-        )
-        grad_mask, grad_alibi, grad_sinks = (g if n else None for g, n in zip(grads[3:], wanted, strict=True))
-        return grad_query, grad_key, grad_value, grad_mask, None, grad_alibi, grad_sinks, *(None,) * 7
+            grads = call_op(backward_op, *args)
+        return (
+            grads[0] if needs[0] else None,
+            grads[1] if needs[1] else None,
+            grads[2] if needs[2] else None,
+            grads[3] if needs[3] else None,
+            None,
+            grads[4] if needs[5] else None,
+            grads[5] if needs[6] else None,
+            None, None, None, None, None, None, None,
+        )  # fmt: skip
 
     @staticmethod
     def vmap(info, in_dims, *args):
@@ -123,6 +128,16 @@ class Attention(torch.autograd.Function):
         alibi_slopes = fold.slopes(args[5], in_dims[5])
         outputs = Attention.apply(query, key, value, attn_mask, padding, alibi_slopes, *args[6:])
         return tuple(fold.unfold(t) for t in outputs), (0, 0)
+
+
+class PlainAttention(Attention):
+    """The same for tensors known to be plain, where nothing but autograd has to see the call."""
+
+    forward = staticmethod(partial(forward_op._handle.redispatch_boxed, CPU_KEYS))
+
+
+# As in apply_function, without looking for what is known to be absent.
+apply_plain_attention = super(torch.autograd.Function, PlainAttention).apply
 
 
 class AttentionBackward(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch._C import (
     _len_torch_dispatch_stack,
 )
 from torch._C._autograd import _profiler_enabled
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
@@ -26,7 +27,7 @@ __all__ = [
 library = torch.library.Library("fastattn", "FRAGMENT")
 
 CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-_SCALARS = (type(None), float, int, bool, str)
+_SCALARS = frozenset((float, int, bool, str))
 
 
 def is_watched() -> bool:
@@ -43,19 +44,26 @@ def call_op(op, *args):
     """The op without its derivative: that is the business of whoever calls."""
     if is_compiling():
         return op(*args)
-    if not is_watched() and all(map(_is_plain, args)):
+    if not is_watched() and _are_plain(args):
         # Straight to the CPU kernel where nothing between could matter: a small call costs a third less.
         return op._handle.redispatch_boxed(CPU_KEYS, *args)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
 
 
-def _is_plain(arg) -> bool:
-    kind = arg.__class__
-    if kind is Tensor or kind is torch.nn.Parameter:
-        # Negations that are still to be done, and zeros without memory, are resolved by the dispatcher.
-        return arg.is_cpu and not arg.is_neg() and not arg._is_zerotensor()
-    return kind in _SCALARS  # or a subclass of Tensor
+def _are_plain(args: Sequence) -> bool:
+    for arg in args:
+        if arg is None:
+            continue
+        kind = arg.__class__
+        if kind is Tensor or kind is torch.nn.Parameter:
+            # Negations that are still to be done, zeros without memory, and the wrappers of
+            # autograd.grad(is_grads_batched=True) are resolved by the dispatcher.
+            if not arg.is_cpu or arg.is_neg() or arg._is_zerotensor() or is_legacy_batchedtensor(arg):
+                return False
+        elif kind not in _SCALARS:  # a subclass of Tensor
+            return False
+    return True
 
 
 def needs_function(tensors: Sequence[Tensor | None]) -> bool:
