@@ -440,7 +440,8 @@ def test_operator_refuses_what_would_read_outside():
     forward()
     for wrong in (
         {"q": q[0]}, {"k": k[..., :2]}, {"v": v[:, :, :5]}, {"k": k[:, :1]}, {"v": v.float()},
-        {"q": normal(1, 3, 5, 3)}, {"mask": normal(1, 2, 5, 7)}, {"mask": normal(5, 6)},
+        {"q": normal(1, 3, 5, 3)}, {"mask": normal(1, 2, 5, 7)}, {"mask": normal(5, 7)},
+        {"mask": normal(2, 5, 6, 1)}, {"mask": normal(1, 1, 1, 5, 6)},
         {"mask": torch.ones(1, 1, 1, 1).long()},
         {"padding": torch.ones(1, 7).bool()}, {"padding": torch.ones(1, 6)}, {"slopes": torch.ones(2)},
         {"slopes": normal(3)}, {"sinks": normal(3)}, {"options": (1.0, 0.0, -1, -1, False, 0.5)},
@@ -448,6 +449,40 @@ def test_operator_refuses_what_would_read_outside():
     ):  # fmt: skip
         with pytest.raises(RuntimeError):
             forward(**wrong)
+
+
+def test_operator_takes_masks_of_fewer_dimensions():
+    require("cpu")
+    q, k, v = normal(2, 3, 5, 4), normal(2, 3, 6, 4), normal(2, 3, 6, 4)
+    options = (1.0, 0.0, -1, -1, False, 0.0)
+    for shape in ((6,), (1, 6), (5, 6), (3, 5, 6), (1, 5, 1)):
+        mask = normal(*shape).requires_grad_()
+        results = []
+        for given in (mask, mask.broadcast_to(2, 3, 5, 6)):
+            out, _ = torch.ops.fastattn.attention_forward(q, k, v, given, *[None] * 4, *options)
+            results.append((out, *torch.autograd.grad(out.sin().sum(), mask)))
+        torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize(
+    "dtype", (torch.bool, torch.float32, torch.float64, torch.bfloat16, torch.float16), ids=str
+)
+def test_causality_of_masks(dtype):
+    require("cpu")
+    hidden = True if dtype == torch.bool else float("-inf")
+    for shape in ((1, 1), (5, 5), (3, 7), (7, 3), (2, 40, 40), (2, 2, 4, 4)):
+        causal = torch.full(shape, hidden, dtype=dtype).triu(1)
+        assert torch.ops.fastattn.attention_causality(causal) == 2
+        assert torch.ops.fastattn.attention_causality(causal.mT.contiguous().mT) == 2
+        biased = causal.clone()
+        biased[..., -1, 0] = 1
+        assert torch.ops.fastattn.attention_causality(biased) == 1
+        for value in () if dtype == torch.bool or shape[-1] == 1 else (0.0, float("inf"), float("nan"), -1.0):
+            shown = causal.clone()
+            shown[..., 0, -1] = value
+            assert torch.ops.fastattn.attention_causality(shown) == 0
+        if dtype != torch.bool:
+            assert torch.ops.fastattn.attention_causality(causal.masked_fill(causal == 0, -0.0)) == 2
 
 
 # Precision and memory modes

@@ -191,6 +191,16 @@ Tensor attention_weights(const Tensor& query, const Tensor& key, const Tensor& l
   return weights;
 }
 
+int64_t attention_causality(const Tensor& mask) {
+  const Array array("mask", mask);
+  STD_TORCH_CHECK(array.dim >= 2 && array.dim <= 4, "mask must have 2 to 4 dimensions, got ", array.shape());
+  AttentionMask m{1, 1, array.size[array.dim - 2], array.size[array.dim - 1], {}};
+  if (array.dim > 2) m.H = array.size[array.dim - 3];
+  if (array.dim > 3) m.B = array.size[0];
+  m.mask = array.broadcast({m.B, m.H, m.L, m.S});
+  return attention_kernels().causality(m);
+}
+
 }  // namespace
 }  // namespace fastattn
 
@@ -198,4 +208,5 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn, CPU, m) {
   m.impl("attention_forward", TORCH_BOX(&fastattn::attention_forward));
   m.impl("attention_backward", TORCH_BOX(&fastattn::attention_backward));
   m.impl("attention_weights", TORCH_BOX(&fastattn::attention_weights));
+  m.impl("attention_causality", TORCH_BOX(&fastattn::attention_causality));
 }

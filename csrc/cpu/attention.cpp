@@ -20,9 +20,11 @@
 //   attention_mask_grad.h  gradient of a mask
 //   attention_backward.h   backward
 //   attention_weights.h    the weights themselves
+//   attention_causality.h  whether a mask is a causal one
 #include "attention.h"
 
 #include "attention_backward.h"
+#include "attention_causality.h"
 #include "attention_forward.h"
 #include "attention_weights.h"
 
@@ -60,6 +62,6 @@ void weights_of_dtype(const AttentionWeightsParams& p, const Parallel& parallel)
 }  // namespace
 
 extern const AttentionKernels attention_kernels;
-const AttentionKernels attention_kernels = {forward_of_dtype, backward_of_dtype, weights_of_dtype};
+const AttentionKernels attention_kernels = {forward_of_dtype, backward_of_dtype, weights_of_dtype, causality};
 
 }  // namespace fastattn::FASTATTN_ISA

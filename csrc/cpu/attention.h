@@ -43,10 +43,19 @@ struct AttentionWeightsParams : AttentionParams {
   bool average;
 };
 
+// A mask by itself, in the sense of nn.MultiheadAttention: true, or -inf, hides.
+struct AttentionMask {
+  int64_t B, H, L, S;
+  View mask;
+};
+
 struct AttentionKernels {
   void (*forward)(const AttentionParams&, const Parallel&);
   void (*backward)(const AttentionGradParams&, const Parallel&);
   void (*weights)(const AttentionWeightsParams&, const Parallel&);
+  // 0: a key right of the diagonal is visible somewhere; 1: none is; 2: none is, and all other elements are
+  // 0.
+  int (*causality)(const AttentionMask&);
 };
 
 // The variant for the best instruction set that this machine and FASTATTN_CPU_ISA allow (isa.cpp).

@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastattn._native import has_kernel
+from fastattn.ops._attention_autograd import causality_op
+from fastattn.ops._common import call_op
 from fastattn.ops.attention import attention_with_weights, scaled_dot_product_attention
 
 _HOOK = "fastattn.forward"
@@ -457,6 +460,9 @@ def _split_causal(mask):
     Comparing costs one pass over the mask; believing a wrong claim would give another result than the same
     call with need_weights or in another mode.
     """
+    if has_kernel("fastattn::attention_causality"):
+        causality = call_op(causality_op, mask)
+        return None if causality == 2 and not mask.requires_grad else mask, causality > 0
     hidden = True if mask.dtype == torch.bool else float("-inf")
     if not mask.requires_grad and torch.equal(mask, torch.full_like(mask, hidden).triu_(1)):
         return None, True

@@ -19,11 +19,14 @@ from fastattn.ops._common import (
 )
 from fastattn.reference import attention as reference
 
-__all__ = ["Attention", "AttentionWeights", "apply_plain_attention", "forward_op", "weights_op"]
+__all__ = [
+    "Attention", "AttentionWeights", "apply_plain_attention", "causality_op", "forward_op", "weights_op",
+]  # fmt: skip
 
 # Everything is four-dimensional here: query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv),
-# attn_mask with dimensions that are full or 1, key_padding_mask (B, S), alibi_slopes (H,) or (B, H), sinks
-# (H,). -1 is an unlimited window, causal is window_right = 0.
+# attn_mask with dimensions that are full or 1 (outside of vmap they may also be missing in front),
+# key_padding_mask (B, S), alibi_slopes (H,) or (B, H), sinks (H,). -1 is an unlimited window, causal is
+# window_right = 0.
 
 _OPTIONS = "float scale, float softcap, int window_left, int window_right, bool lower_right, float dropout_p"
 _BIASES = "Tensor? attn_mask, Tensor? key_padding_mask, Tensor? alibi_slopes"
@@ -42,9 +45,13 @@ library.define(
     f"attention_weights(Tensor query, Tensor key, Tensor lse, {_BIASES}, Tensor? dropout_seed, {_OPTIONS}, "
     "bool average_heads) -> Tensor"
 )
+# Of a mask in the sense of nn.MultiheadAttention, where True or -inf hides. 0: a key right of the diagonal is
+# visible somewhere; 1: none is; 2: none is, and all other elements are 0.
+library.define("attention_causality(Tensor mask) -> int")
 forward_op = torch.ops.fastattn.attention_forward.default
 backward_op = torch.ops.fastattn.attention_backward.default
 weights_op = torch.ops.fastattn.attention_weights.default
+causality_op = torch.ops.fastattn.attention_causality.default
 
 
 @torch.library.register_fake("fastattn::attention_forward", lib=library)
