@@ -105,7 +105,8 @@ inline void backward_head(const Problem<T>& problem, const AttentionGradParams& 
         if (chunks.fused_mask)
           put_tile(p.grad_mask, tiles[t], s.begin, s.end - s.begin,
                    scratch.grad_weights + s.span.begin * kTile<T>, chunks.by_head && b > 0);
-        grad_products(problem, grads[t], block, scratch, grad_key + (begin - chunk_begin) * scratch.columns,
+        grad_products(problem, tiles[t], grads[t], block, scratch,
+                      grad_key + (begin - chunk_begin) * scratch.columns,
                       grad_value + (begin - chunk_begin) * scratch.columns_v);
       }
     }

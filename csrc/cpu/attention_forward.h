@@ -28,7 +28,7 @@ class BlockStep {
       weights = pairs_;
     else
       weights = scores_.scores;
-    add_values(block, scores_.span, weights, 0, round_up(problem.p.Dv, Format<T>::kRows), state.out);
+    add_values(tile, block, scores_.span, weights, round_up(problem.p.Dv, Format<T>::kRows), state.out);
   }
 
  private:
@@ -72,7 +72,7 @@ class BlockStep {
     weigh_again(problem, tile, s, pairs_, state);
   }
   void score(const Problem<T>& problem, const Tile<T>& tile, const E<T>* panel, const KeyBlock<T>& block) {
-    scores_.multiply(problem, panel, block, scores_.span.begin, scores_.span.end);
+    scores_.multiply(problem, tile, panel, block);
     scores_.transform(problem, tile, scores_.span.begin, scores_.span.end, nullptr);
   }
 

@@ -93,8 +93,11 @@ inline bool grad_score_tile(const Problem<T>& problem, const Tile<T>& tile, Grad
   const A<T> factor = scratch.scores.factor;
   A<T>* scores = scratch.scores.scores;
   const int64_t keys = span.end - span.begin, at = span.begin * kTile<T>;
-  Format<T>::scores(keys, problem.depth_v, block.value.data + span.begin * block.value.ld, block.value.ld,
-                    g.grad_out_t, scratch.grad_weights + at);
+  for_visible(tile, block.begin, span, [&](Span part, auto vectors, int lane) {
+    Format<T>::template scores<vectors>(
+        part.end - part.begin, problem.depth_v, block.value.data + part.begin * block.value.ld,
+        block.value.ld, g.grad_out_t + lane, scratch.grad_weights + part.begin * kTile<T> + lane);
+  });
   const bool dropout = problem.has_dropout();
   auto weight = [&](int64_t x, int v) {
     return exp2<>(load(scores + x) * factor - g.level.reference[v] - g.level.log_sum[v]);
@@ -151,8 +154,9 @@ inline bool grad_score_tile(const Problem<T>& problem, const Tile<T>& tile, Grad
 }
 
 template <class T>
-inline void grad_products(const Problem<T>& problem, GradTile<T>& g, const KeyBlock<T>& block,
-                          const GradScratch<T>& scratch, A<T>* grad_key, A<T>* grad_value) {
+inline void grad_products(const Problem<T>& problem, const Tile<T>& tile, GradTile<T>& g,
+                          const KeyBlock<T>& block, const GradScratch<T>& scratch, A<T>* grad_key,
+                          A<T>* grad_value) {
   const Span span = scratch.scores.span;
   const A<T>* scores = scratch.scores.scores;
   const int64_t keys = span.end - span.begin, at = span.begin * kTile<T>;
@@ -167,20 +171,27 @@ inline void grad_products(const Problem<T>& problem, GradTile<T>& g, const KeyBl
         store_pair(scratch.grad_pairs + at + j * kTile<T> + v * 2 * N<T>, load(scores + x),
                    load(scores + x + kTile<T>));
       }
-    weights = scratch.weights_rows + at;
-    grads = scratch.grad_rows + at;
-    pairs = scratch.grad_pairs + at;
+    weights = scratch.weights_rows;
+    grads = scratch.grad_rows;
+    pairs = scratch.grad_pairs;
   } else {
     if (scratch.bend)
       for (int64_t x = at; x < at + keys * kTile<T>; x += N<T>)
         store(scratch.grad_weights + x, load(scratch.grad_weights + x) * load(scratch.bend + x));
-    weights = scores + at;
-    grads = pairs = scratch.grad_weights + at;
+    weights = scores;
+    grads = pairs = scratch.grad_weights;
   }
-  Format<T>::keys(keys, scratch.columns_v, weights, g.grad_out, grad_value + span.begin * scratch.columns_v);
-  Format<T>::keys(keys, scratch.columns, grads, g.query, grad_key + span.begin * scratch.columns);
-  Format<T>::outputs(round_up(problem.p.D, Format<T>::kRows), keys, block.key_t.at(0, span.begin),
-                     block.key_t.ld, pairs, g.grad_query_t);
+  for_visible(tile, block.begin, span, [&](Span part, auto vectors, int lane) {
+    const int64_t first = part.begin, count = part.end - part.begin, from = first * kTile<T> + lane;
+    const int64_t columns = scratch.columns, columns_v = scratch.columns_v;
+    Format<T>::template keys<vectors>(count, columns_v, weights + from, g.grad_out + lane * columns_v,
+                                      grad_value + first * columns_v);
+    Format<T>::template keys<vectors>(count, columns, grads + from, g.query + lane * columns,
+                                      grad_key + first * columns);
+    Format<T>::template outputs<vectors>(round_up(problem.p.D, Format<T>::kRows), count,
+                                         block.key_t.at(0, first), block.key_t.ld, pairs + from,
+                                         g.grad_query_t + lane);
+  });
 }
 
 }  // namespace

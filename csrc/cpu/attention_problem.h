@@ -136,6 +136,7 @@ struct Tile {
   int64_t head[kTile<T>], row[kTile<T>];
   Int<A<T>> lo[kTile<T>], hi[kTile<T>];  // visible band of each row
   int64_t lo_min, lo_max, hi_min, hi_max;
+  int64_t vector_lo[NV], vector_hi[NV];  // keys that some row of a vector may see
   bool seen[kTile<T>];
   bool all_seen;  // no lane is empty or behind the last row
   A<T> slope[kTile<T>], diagonal[kTile<T>];
@@ -155,10 +156,13 @@ inline void describe(const Problem<T>& problem, int64_t b, Tile<T>& tile) {
   tile.b = b;
   tile.lo_min = p.S, tile.lo_max = 0, tile.hi_min = p.S, tile.hi_max = 0;
   tile.all_seen = true;
+  for (int v = 0; v < NV; ++v) tile.vector_lo[v] = p.S, tile.vector_hi[v] = 0;
   for (int r = 0; r < kTile<T>; ++r) {
     const int64_t h = tile.head[r], i = tile.row[r];
     int64_t lo, hi;
     problem.band(i, lo, hi);
+    const int v = r / N<T>;
+    if (tile.count <= v * N<T>) lo = hi = 0;  // no row in this vector: its scores are not even formed
     tile.lo[r] = Int<A<T>>(lo);
     tile.hi[r] = Int<A<T>>(hi);
     tile.lo_max = max(tile.lo_max, lo);
@@ -166,8 +170,8 @@ inline void describe(const Problem<T>& problem, int64_t b, Tile<T>& tile) {
     tile.seen[r] = r < tile.count && problem.row_sees(b, h, i);
     tile.all_seen &= tile.seen[r];
     if (lo < hi) {
-      tile.lo_min = min(tile.lo_min, lo);
-      tile.hi_max = max(tile.hi_max, hi);
+      tile.vector_lo[v] = min(tile.vector_lo[v], lo);
+      tile.vector_hi[v] = max(tile.vector_hi[v], hi);
     }
     if (p.alibi.data) {
       tile.slope[r] = static_cast<const A<T>*>(p.alibi.data)[offset(p.alibi, b, h)];
@@ -178,6 +182,10 @@ inline void describe(const Problem<T>& problem, int64_t b, Tile<T>& tile) {
       tile.key1[r] = Word<T>(uint32_t(z));
       tile.key2[r] = Word<T>(uint32_t(z >> 32));
     }
+  }
+  for (int v = 0; v < NV; ++v) {
+    tile.lo_min = min(tile.lo_min, tile.vector_lo[v]);
+    tile.hi_max = max(tile.hi_max, tile.vector_hi[v]);
   }
 }
 // Rows [first, first + kTile) of one query head.

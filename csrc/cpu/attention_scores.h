@@ -122,6 +122,33 @@ inline Span span_of(const KeyBlock<T>& block, const Tile<T>& tile) {
   return {round_down(begin - block.begin, kKeyStep<T>), round_up(end - block.begin, kKeyStep<T>)};
 }
 
+// Calls f(part, vectors, lane) for the parts of a span and the vectors of the tile, from `lane` on, that see
+// some of its keys: on the diagonal of a causal mask, and in a tile with few rows, half of the products is of
+// no use. What is left out must not be read before it has been hidden by the band.
+template <class T, class F>
+FASTATTN_INLINE void for_visible(const Tile<T>& tile, int64_t block_begin, Span span, F&& f) {
+  static_assert(NV == 2);
+  constexpr std::integral_constant<int, 1> one;
+  constexpr std::integral_constant<int, NV> both;
+  if constexpr (!kPairs<T>) {
+    int64_t lo[NV], hi[NV];
+    for (int v = 0; v < NV; ++v) {
+      lo[v] = max(tile.vector_lo[v] - block_begin, span.begin);
+      hi[v] = min(tile.vector_hi[v] - block_begin, span.end);
+    }
+    const bool sees[NV] = {lo[0] < hi[0], lo[1] < hi[1]};
+    if (sees[0] != sees[1]) return f(span, one, sees[0] ? 0 : N<T>);
+    const Span common{max(lo[0], lo[1]), min(hi[0], hi[1])};
+    if (common.begin < common.end) {
+      if (span.begin < common.begin) f(Span{span.begin, common.begin}, one, lo[0] < lo[1] ? 0 : N<T>);
+      f(common, both, 0);
+      if (common.end < span.end) f(Span{common.end, span.end}, one, hi[0] > hi[1] ? 0 : N<T>);
+      return;
+    }
+  }
+  f(span, both, 0);
+}
+
 // Scores of one tile and key block on their way. row(key - block.begin) holds a key's kTile scores; while a
 // tile is weighed chunk by chunk, rows share a ring that stays in the first-level cache.
 template <class T>
@@ -151,11 +178,14 @@ struct Scores {
     content = problem.masked ? mask_tile(problem, tile, begin, end, bias) : 1;
     return content & 1;
   }
-  // The products of keys [from, to) of the block.
-  void multiply(const Problem<T>& problem, const E<T>* query_panel, const KeyBlock<T>& block, int64_t from,
-                int64_t to) {
-    Format<T>::scores(to - from, problem.depth, block.key.data + from * block.key.ld, block.key.ld,
-                      query_panel, row(from));
+  // The products of the span.
+  void multiply(const Problem<T>& problem, const Tile<T>& tile, const E<T>* query_panel,
+                const KeyBlock<T>& block) {
+    for_visible(tile, block_begin, span, [&](Span part, auto vectors, int lane) {
+      Format<T>::template scores<vectors>(part.end - part.begin, problem.depth,
+                                          block.key.data + part.begin * block.key.ld, block.key.ld,
+                                          query_panel + lane, row(part.begin) + lane);
+    });
   }
   // Takes over the factor, so that scores are rounded as their maximum is.
   void apply_factor() {
@@ -228,7 +258,7 @@ template <class T>
 inline bool score_tile(const Problem<T>& problem, const Tile<T>& tile, const E<T>* query_panel,
                        const KeyBlock<T>& block, Scores<T>& s, A<T>* bend) {
   if (!s.start(problem, tile, block)) return false;
-  s.multiply(problem, query_panel, block, s.span.begin, s.span.end);
+  s.multiply(problem, tile, query_panel, block);
   s.transform(problem, tile, s.span.begin, s.span.end, bend);
   return true;
 }

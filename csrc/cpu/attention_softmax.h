@@ -128,12 +128,15 @@ inline void weigh_again(const Problem<T>& problem, const Tile<T>& tile, Scores<T
   for (int v = 0; v < NV; ++v) state.sum[v] += added.sum[v];
 }
 
-// Rows [from, to) of out^T += V^T P^T.
+// out^T += V^T P^T.
 template <class T>
-inline void add_values(const KeyBlock<T>& block, Span span, const E<T>* weights, int64_t from, int64_t to,
-                       A<T>* out) {
-  Format<T>::outputs(to - from, span.end - span.begin, block.value_t.at(from, span.begin), block.value_t.ld,
-                     weights + span.begin * kTile<T>, out + from * kTile<T>);
+inline void add_values(const Tile<T>& tile, const KeyBlock<T>& block, Span span, const E<T>* weights,
+                       int64_t rows, A<T>* out) {
+  for_visible(tile, block.begin, span, [&](Span part, auto vectors, int lane) {
+    Format<T>::template outputs<vectors>(rows, part.end - part.begin, block.value_t.at(0, part.begin),
+                                         block.value_t.ld, weights + part.begin * kTile<T> + lane,
+                                         out + lane);
+  });
 }
 
 // The sink of head h in log2 units.

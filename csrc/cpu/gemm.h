@@ -107,22 +107,27 @@ struct Plain {
   template <Product kProduct, int NV = kColumns>
   static constexpr Table<kProduct, NV> table{};
 
+  // NV vectors of the tile, from wherever b and c point to.
+  template <int NV = kColumns>
   static void scores(int64_t M, int64_t K, const E* a, int64_t ld, const E* b, E* c) {
     for_row_shares(M, [&](int64_t m, int64_t rows) {
-      table<Product::scores>.rows[rows - 1](K, a + m * ld, ld, b, 0, c + m * kWide, 0);
+      table<Product::scores, NV>.rows[rows - 1](K, a + m * ld, ld, b, 0, c + m * kWide, 0);
     });
   }
+  template <int NV = kColumns>
   static void outputs(int64_t M, int64_t K, const E* a, int64_t ld, const E* b, E* c) {
     for_row_shares(M, [&](int64_t m, int64_t rows) {
-      table<Product::outputs>.rows[rows - 1](K, a + m, ld, b, 0, c + m * kWide, 0);
+      table<Product::outputs, NV>.rows[rows - 1](K, a + m, ld, b, 0, c + m * kWide, 0);
     });
   }
-  // N is a multiple of the vector length, and the distance of the rows of b and c.
+  // N is a multiple of the vector length, and the distance of the rows of b and c. NV counts the vectors of
+  // a.
+  template <int NV = kColumns>
   static void keys(int64_t M, int64_t N, const E* a, const E* b, E* c) {
     for (int64_t n = 0; n < N; n += kWide) {
       const Tile* tiles = N - n < kWide ? table<Product::keys, 1>.rows : table<Product::keys>.rows;
       for_row_shares(M, [&](int64_t m, int64_t rows) {
-        tiles[rows - 1](kWide, a + m * kWide, 0, b + n, N, c + m * N + n, N);
+        tiles[rows - 1](NV * kLanes<E>, a + m * kWide, 0, b + n, N, c + m * N + n, N);
       });
     }
   }
@@ -253,7 +258,10 @@ struct Pair {
   }
 #endif
 
+  // The whole tile always: matrix tiles gain little from less.
+  template <int NV = kColumns>
   static void scores(int64_t M, int64_t K, const bf16* a, int64_t ld, const bf16* b, float* c) {
+    static_assert(NV == kColumns);
     gemm(M, kWide, K, a, ld, b, kWide, c, kWide, false);
   }
   // `scores` of up to 16 rows, with the panel in registers if `hold` could keep it there.
@@ -292,10 +300,14 @@ struct Pair {
 #endif
     return false;
   }
+  template <int NV = kColumns>
   static void outputs(int64_t M, int64_t K, const bf16* a, int64_t ld, const bf16* b, float* c) {
+    static_assert(NV == kColumns);
     gemm(M, kWide, K, a, ld, b, kWide, c, kWide, true);
   }
+  template <int NV = kColumns>
   static void keys(int64_t M, int64_t N, const bf16* a, const bf16* b, float* c) {
+    static_assert(NV == kColumns);
     gemm(M, N, kWide, a, kWide, b, N, c, N, true);
   }
 };
