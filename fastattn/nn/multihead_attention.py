@@ -190,12 +190,15 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         q, k, v = self._project(query, key, value)
         k, v = self._append_keys(k, v, batch_major)
-        attn_mask, key_padding_mask, is_causal = self._attend_masks(
-            attn_mask, key_padding_mask, is_causal, (N, L, S), q.dtype
-        )
-        # (N, L, H, D) or (L, N, H, D) -> (N, H, L, D)
-        order = (0, 2, 1, 3) if batch_major else (1, 2, 0, 3)
-        q, k, v = (x.permute(order) for x in (q, k, v))
+        if attn_mask is not None or key_padding_mask is not None:
+            attn_mask, key_padding_mask, is_causal = self._attend_masks(
+                attn_mask, key_padding_mask, is_causal, (N, L, S), q.dtype
+            )
+        # To (N, H, L, D). Spelled out, because small calls consist of such lines.
+        if batch_major:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        else:
+            q, k, v = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
         dropout_p = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
@@ -216,7 +219,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         # Their memory is wanted for the last projection.
         del q, k, v
         # The kernel writes (N, L, H, D): with the batch first the heads already lie side by side.
-        out = out.permute((0, 2, 1, 3) if batch_major else (2, 0, 1, 3)).flatten(-2)
+        out = (out.transpose(1, 2) if batch_major else out.permute(2, 0, 1, 3)).flatten(-2)
         if not batched:
             out = out.squeeze(0)
             weights = None if weights is None else weights.squeeze(0)
