@@ -12,14 +12,14 @@ import torch
 
 from fastattn import _native
 
-from . import machine, memory, report
-from .cases import AGREEMENT, MemoryCase, TimedCase, disagreement
+from . import graphs, machine, memory, report
+from .cases import AGREEMENT, ApartCase, TimedCase, disagreement
 from .figures import Spread
 from .roof import Roof, roofs
 from .runner import CaseResult, paired, roof_name, summarize
 
 # Modules of this package with a table of cases each (cases.py says what is in one).
-TABLES = ("attention", "linear_attention", "generation")
+TABLES = ("attention", "linear_attention", "generation", "aggregation", "graph_attention")
 
 PAIRS, QUICK_PAIRS = 15, 5
 ROOF_TRIALS = 15
@@ -34,6 +34,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--filter", default="", metavar="REGEX", help="only cases whose name matches")
     parser.add_argument("--pairs", type=int, metavar="N", help=f"rounds per case (default {PAIRS})")
     parser.add_argument("--threads", type=int, metavar="N", default=torch.get_num_threads())
+    parser.add_argument("--graphs", type=Path, metavar="FOLDER", help="real graphs as NAME.npz (graphs.py)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="needs matplotlib")
@@ -49,7 +50,7 @@ def table_of(options: argparse.Namespace) -> ModuleType:
     return importlib.import_module(f"{__package__}.{options.operator}")
 
 
-def select(options: argparse.Namespace) -> list[TimedCase | MemoryCase]:
+def select(options: argparse.Namespace) -> list[TimedCase | ApartCase]:
     pattern = re.compile(options.filter)
     return [
         case
@@ -58,7 +59,7 @@ def select(options: argparse.Namespace) -> list[TimedCase | MemoryCase]:
     ]
 
 
-def measure_memory(case: MemoryCase, threads: int) -> CaseResult:
+def measure_memory(case: ApartCase, threads: int) -> CaseResult:
     result = CaseResult(case.name, case.tags)
     for contestant in case.names:
         try:
@@ -99,7 +100,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     table = table_of(options)
     torch.set_num_threads(options.threads)
-    cases = select(options)
+    graphs.folder = options.graphs
+    selected = select(options)
+    cases = [case for case in selected if case.is_there]
     if not cases:
         print(f"no case matches {options.filter!r}", file=sys.stderr)
         return 2
@@ -127,6 +130,9 @@ def main(arguments: Sequence[str]) -> int:
     for peer in header["peers"]:
         print(f"peer {peer['peer']} {peer['version'] or ''}: {peer['status']}")
 
+    if len(cases) < len(selected):
+        print(f"{len(selected) - len(cases)} cases absent: this machine lacks their graph or torch_geometric")
+
     missing = _native.missing()
     if missing is not None:
         print(f"contestant cpu: absent, {missing}")
@@ -142,7 +148,7 @@ def main(arguments: Sequence[str]) -> int:
 
     results = []
     for case in cases:
-        if isinstance(case, MemoryCase):
+        if isinstance(case, ApartCase):
             result = measure_memory(case, options.threads)
         else:
             result = measure_time(case, options.pairs, available, absent)

@@ -32,6 +32,7 @@ class TimedCase:
     """
 
     names: tuple[str, ...]
+    is_there = True  # whether this machine has what the case needs
     # Ratios are this contestant's time over those of the others.
     baselines: tuple[str, ...] = (BASELINE,)
 
@@ -41,9 +42,24 @@ class TimedCase:
         return {name: BASELINE for name in self.names if name != BASELINE}
 
 
+class ApartCase:
+    """A case whose contestants have a process each, for their peak memory (memory.py). A table of cases has
+    at most one such class, called `MemoryCase`, with `name`, `tags`, `quick`, `names` and `step`."""
+
+    names: tuple[str, ...] = (BASELINE, "auto")
+    is_there = True
+
+    def prepare(self) -> None:
+        """Whatever shall not count, before the count starts."""
+
+    def step(self, contestant: str, whole: bool) -> int:
+        """One forward+backward, or, to start with, a small one; the bytes of the tensors nobody can avoid."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class MemoryCase:
-    """Peak memory of one forward+backward, each contestant in a process of its own (memory.py)."""
+class MemoryCase(ApartCase):
+    """Peak memory of one forward+backward of an attention."""
 
     batch: int
     heads: int
@@ -54,8 +70,6 @@ class MemoryCase:
     tags: tuple[str, ...] = ()
     quick: bool = False
     family: str = "memory"
-
-    names = (BASELINE, "auto")
 
     @property
     def name(self) -> str:
@@ -68,13 +82,23 @@ class MemoryCase:
     ) -> torch.Tensor:
         raise NotImplementedError
 
+    def step(self, contestant: str, whole: bool) -> int:
+        shape = (self.batch, self.heads, self.length if whole else 64, self.head_dim)
+        dtype = DTYPES[self.dtype]
+        query, key, value = (torch.randn(shape, dtype=dtype).requires_grad_() for _ in range(3))
+        grad = torch.randn(shape, dtype=dtype)
+        out = self.output(contestant, query, key, value)
+        grads = torch.autograd.grad(out, (query, key, value), grad)
+        return sum(tensor.nbytes for tensor in (query, key, value, grad, out, *grads))
+
 
 @dataclass(frozen=True)
 class Bar:
     """A floor for the cases of one tag: `geomean` for their geometric mean, `each` for every one of them.
 
-    `measure` is "ratio" (the time of the fastest of `baselines` over ours), "roof" (fraction of the FMA peak)
-    or "memory" (peak growth over inputs + outputs + gradients, where less is better).
+    `measure` is "ratio" (the time of the fastest of `baselines` over ours), "roof" (fraction of the case's
+    first roof), "memory" (peak growth over inputs + outputs + gradients, where less is better) or "workspace"
+    (the growth of the leanest of `baselines` beyond those tensors over ours).
     """
 
     what: str

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from .cases import DTYPES, MemoryCase
+from . import graphs
+from .cases import ApartCase
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,23 +48,17 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def measure(operator: str, contestant: str, case: dict, threads: int) -> dict[str, float]:
+def measure(
+    operator: str, contestant: str, case: dict, threads: int, graphs_folder: str | None = None
+) -> dict[str, float]:
     torch.set_num_threads(threads)
+    graphs.folder = None if graphs_folder is None else Path(graphs_folder)
     case = importlib.import_module(f"{__package__}.{operator}").MemoryCase(**case)
-    dtype = DTYPES[case.dtype]
-
-    def step(length: int) -> int:
-        shape = (case.batch, case.heads, length, case.head_dim)
-        query, key, value = (torch.randn(shape, dtype=dtype).requires_grad_() for _ in range(3))
-        grad = torch.randn(shape, dtype=dtype)
-        out = case.output(contestant, query, key, value)
-        grads = torch.autograd.grad(out, (query, key, value), grad)
-        return sum(tensor.nbytes for tensor in (query, key, value, grad, out, *grads))
-
-    step(64)  # libraries, threads and their buffers exist before the count starts
+    case.prepare()
+    case.step(contestant, whole=False)  # libraries, threads and their buffers exist before the count starts
     before = resident_bytes()
     reset_peak()
-    tensors = step(case.length)
+    tensors = case.step(contestant, whole=True)
     growth = peak_bytes() - before
     return {
         "growth_bytes": growth,
@@ -73,12 +68,11 @@ def measure(operator: str, contestant: str, case: dict, threads: int) -> dict[st
     }
 
 
-def measure_apart(contestant: str, case: MemoryCase, threads: int) -> dict[str, float]:
+def measure_apart(contestant: str, case: ApartCase, threads: int) -> dict[str, float]:
     """`measure` in a fresh process."""
     operator = type(case).__module__.rpartition(".")[2]
-    request = json.dumps(
-        {"operator": operator, "contestant": contestant, "case": asdict(case), "threads": threads}
-    )
+    request = {"operator": operator, "contestant": contestant, "case": asdict(case), "threads": threads}
+    request = json.dumps(request | {"graphs_folder": None if graphs.folder is None else str(graphs.folder)})
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.memory", request], cwd=ROOT, capture_output=True, text=True
     )

@@ -78,6 +78,15 @@ class CaseResult:
         if kind == "memory":
             found = self.memory.get(contestant)
             return None if found is None else Spread.of([found["growth_ratio"]])
+        if kind == "workspace":
+            # An allocator's granularity is no merit: differences below a MiB do not count.
+            found = {
+                name: max(of["workspace_bytes"], 2**20)
+                for name, of in self.memory.items()
+                if name in (contestant, *baselines)
+            }
+            ours = found.pop(contestant, None)
+            return None if ours is None or not found else Spread.of([min(found.values()) / ours])
         if kind == "roof":
             return self.roof_fraction.get(self.roof, {}).get(contestant)
         found = [self.ratio[name][contestant] for name in baselines if contestant in self.ratio.get(name, {})]
