@@ -21,6 +21,7 @@ test: .venv/installed
 demo: .venv/installed
 	$(BIN)/python examples/train_language_model.py
 	$(BIN)/python examples/generate_digits.py
+	$(BIN)/python examples/classify_digits.py
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks attention --quick

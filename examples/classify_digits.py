@@ -219,7 +219,7 @@ def plot(path: Path, digits: Digits, predicted: dict[str, Tensor], reports: dict
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--epochs", type=int, default=200)
-    parser.add_argument("--time-limit", type=float, default=75.0, metavar="SECONDS", help="of all trainings")
+    parser.add_argument("--time-limit", type=float, default=50.0, metavar="SECONDS", help="of all trainings")
     parser.add_argument("--out", type=Path, default=Path("demo_output"), metavar="FOLDER")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--images", type=int, default=1797)

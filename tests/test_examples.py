@@ -175,3 +175,52 @@ def test_held_out_images_are_not_trained_on_and_the_histogram_is_a_distribution(
     assert torch.equal(held_out[1], again[1])
     bits = script.histogram_bits((digits, pixels), held_out)
     assert 1.0 < bits < script.math.log2(17)
+
+
+# Classifying digits
+
+GRAPH = ROOT / "examples" / "classify_digits.py"
+TINY_GRAPH = ["--epochs", "4", "--images", "300", "--hidden", "8", "--heads", "2", "--neighbours", "4"]
+
+
+def test_digits_are_classified_before_and_after_the_conversion(tmp_path):
+    pytest.importorskip("torch_geometric")
+    done = run("--out", "written", cwd=tmp_path, demo=GRAPH, settings=TINY_GRAPH)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "written" / "digits_graph.png").read_bytes().startswith(b"\x89PNG")
+    report = json.loads((tmp_path / "written" / "classify_digits.json").read_text())
+    assert set(report["models"]) == {"GCN", "SAGE", "GAT"}
+    for found in report["models"].values():
+        assert found["epochs"] == len(found["loss"]["fastattn"]) == 4
+        assert found["max_loss_difference"] < 1e-4
+        assert found["accuracy_after_conversion"] == found["accuracy"]["torch_geometric"]
+        assert found["predictions_changed"] == 0
+        assert found["speed_ratio"] > 0
+    for line in ("2 layers converted", "accuracy on unknown labels", "time per epoch", "as fast"):
+        assert line in done.stdout
+
+
+def test_digits_are_classified_without_torch_geometric(tmp_path):
+    hidden = "import runpy, sys; sys.modules['torch_geometric'] = None; sys.argv = sys.argv[1:]; "
+    hidden += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    options = [*TINY_GRAPH, "--threads", "1", "--kinds", "GAT", "--out", "written", "--images", "90"]
+    done = subprocess.run(
+        [sys.executable, "-c", hidden, str(GRAPH), *options],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "torch_geometric is not installed: the models are made of fastattn.nn's layers" in done.stdout
+    report = json.loads((tmp_path / "written" / "classify_digits.json").read_text())
+    (found,) = report["models"].values()
+    assert set(found["accuracy"]) == {"fastattn"} and found["loss"]["fastattn"][-1] < 3
+
+
+def test_digits_stop_at_the_time_limit():
+    script = load(GRAPH)
+    options = script.parse([*TINY_GRAPH, "--time-limit", "0", "--kinds", "GCN"])
+    report, _ = script.run("GCN", script.Digits(options), options, 0.0)
+    assert report["epochs"] == 1
