@@ -270,7 +270,7 @@ class LinearMultiheadAttention(MultiheadAttention):
             decay=self.decay,
             inplace=inplace,
         )
-        return self.out_proj(out.flatten(-2).view_as(x)), state
+        return self.out_proj(out.reshape(x.shape)), state
 
     def _attend(
         self,
