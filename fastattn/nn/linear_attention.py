@@ -6,7 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastattn.nn.multihead_attention import MultiheadAttention, _check_mask_dtypes, _hides_or_keeps, _may_read
+from fastattn.nn.multihead_attention import (
+    MultiheadAttention,
+    _check_mask_dtypes,
+    _hides_or_keeps,
+    _may_read,
+    _split_causal,
+)
 from fastattn.ops._common import wide_dtype
 from fastattn.ops.linear_attention import LinearAttentionState, linear_attention, linear_attention_step
 
@@ -340,9 +346,8 @@ def _is_causal(attn_mask: Tensor | None, is_causal: bool) -> bool:
     if attn_mask is None:
         return is_causal
     if _may_read(attn_mask):
-        hidden = True if attn_mask.dtype == torch.bool else float("-inf")
-        causal = torch.full_like(attn_mask, hidden).triu_(1)
-        if not attn_mask.requires_grad and torch.equal(attn_mask, causal):
+        rest, _ = _split_causal(attn_mask)
+        if rest is None:
             return True
         found = "another mask"
     elif is_causal:
