@@ -397,7 +397,13 @@ def _is_common_mask(mask, B: int, H: int, L: int, S: int, dtype: torch.dtype) ->
     shape = mask.shape
     if len(shape) == 2:
         return shape == (L, S)
-    return len(shape) == 4 and all(n == 1 or n == m for n, m in zip(shape, (B, H, L, S), strict=True))
+    return (
+        len(shape) == 4
+        and (shape[3] == S or shape[3] == 1)
+        and (shape[2] == L or shape[2] == 1)
+        and (shape[1] == H or shape[1] == 1)
+        and (shape[0] == B or shape[0] == 1)
+    )
 
 
 def wants_gradient(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
