@@ -1,10 +1,12 @@
-"""What the tests of every operator share: its implementations, poisoned memory, and the measure of errors."""
+"""What the tests of every operator share: poisoned memory, layouts, compilation, the measure of errors."""
 
+import math
 import shutil
 
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastattn import _choose
 
@@ -60,3 +62,71 @@ def compare(
     if not strict or exact.size < 100:
         bound += 3 * torch.finfo(dtype).eps * rms(size[finite])
     assert error <= bound, f"{name}: error {error:.3e}, allowed {bound:.3e}, plain PyTorch {naive_error:.3e}"
+
+
+def assert_same(results: dict, expected: dict, exact: bool = True, what: str = "") -> None:
+    for name, result in results.items():
+        if exact:
+            assert torch.equal(result, expected[name]), f"{name} {what}"
+        else:
+            torch.testing.assert_close(result, expected[name], msg=lambda m, n=name: f"{n} {what}: {m}")
+
+
+LAYOUTS = {
+    "transposed": lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "heads last": lambda t: t.transpose(0, -2).contiguous().transpose(0, -2),
+    "reversed": lambda t: (
+        t.permute(*reversed(range(t.dim()))).contiguous().permute(*reversed(range(t.dim())))
+    ),
+    "sliced": lambda t: torch.stack((t, t * math.nan if t.is_floating_point() else ~t), -1)[..., 0],
+    "padded": lambda t: torch.nn.functional.pad(t, (1, 2), value=True)[..., 1:-2],
+}
+
+
+def check_layout(case, names, layout: str, call, exact: bool) -> None:
+    """Each of the named tensors in another layout gives the same results; nothing given is written to."""
+    expected = call(case)
+    for name in names:
+        tensor = getattr(case, name)
+        if tensor.dim() == 1 and layout != "sliced":
+            continue
+        changed = LAYOUTS[layout](tensor)
+        assert changed.equal(tensor)
+        setattr(case, name, changed)
+        before = changed.clone()
+        assert_same(call(case), expected, exact, f"with {layout} {name}")
+        assert before.equal(changed)
+        setattr(case, name, tensor)
+
+
+def with_each(tensors, make):
+    """Argument lists with one tensor, and with all, passed through ``make``."""
+    for chosen in (*[[n] for n in range(len(tensors))], range(len(tensors))):
+        yield [make(t) if n in chosen else t for n, t in enumerate(tensors)], chosen
+
+
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers as a negation that is still to be done."""
+    twin = torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
+    assert twin.is_neg() and torch.equal(twin, tensor)
+    return twin
+
+
+def check_compiled(function, inputs, *fixed, dynamic=None, sizes=(5, 8, 1, 33, 64)) -> None:
+    """function(*inputs(size), *fixed) in one graph: the eager numbers, and at most three compilations."""
+    for gradients in (False, True):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=counter)
+        for size in sizes:
+            given = inputs(size)
+            results = []
+            for run in (compiled, function):
+                leaves = [t.clone().requires_grad_(gradients and t.is_floating_point()) for t in given]
+                torch.manual_seed(0)
+                outputs = run(*leaves, *fixed)
+                if gradients:
+                    sum(t.sin().sum() for t in outputs).backward()
+                results.append([*outputs, *(t.grad for t in leaves)])
+            torch.testing.assert_close(*results)
+        assert counter.frame_count <= 3

@@ -8,10 +8,10 @@ import numpy as np
 import operator_checks
 import pytest
 import torch
-from attention_cases import call, check, exact, make_case
+from attention_cases import INPUTS, call, check, exact, make_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from operator_checks import require
+from operator_checks import LAYOUTS, check_layout, require
 
 import fastattn
 
@@ -203,17 +203,6 @@ def test_each_gradient_alone_and_through_each_output(impl, name):
             assert torch.equal(alone[f"grad_{tensor}"], together[f"grad_{tensor}"]), tensor
 
 
-LAYOUTS = {
-    "transposed": lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2),
-    "heads last": lambda t: t.transpose(0, -2).contiguous().transpose(0, -2),
-    "reversed": lambda t: (
-        t.permute(*reversed(range(t.dim()))).contiguous().permute(*reversed(range(t.dim())))
-    ),
-    "sliced": lambda t: torch.stack((t, t * math.nan if t.is_floating_point() else ~t), -1)[..., 0],
-    "padded": lambda t: torch.nn.functional.pad(t, (1, 2), value=True)[..., 1:-2],
-}
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_strides(impl, layout, dtype):
@@ -221,35 +210,8 @@ def test_strides(impl, layout, dtype):
     case = make_case(
         2, 4, 2, 19, 35, 12, 10, dtype, mask="float", padding=True, alibi="bh", sinks=True, is_causal=True
     )
-    expected = call(case, impl)
-    names = (
-        "query",
-        "key",
-        "value",
-        "grad_out",
-        "grad_lse",
-        "attn_mask",
-        "key_padding_mask",
-        "alibi_slopes",
-        "sinks",
-    )
-    for name in names:
-        tensor = getattr(case, name)
-        if tensor.dim() == 1 and layout != "sliced":
-            continue
-        changed = LAYOUTS[layout](tensor)
-        assert changed.equal(tensor)
-        setattr(case, name, changed)
-        before = changed.clone()
-        for key, result in call(case, impl).items():
-            if impl == "cpu":
-                assert torch.equal(result, expected[key]), f"{key} with {layout} {name}"
-            else:
-                torch.testing.assert_close(
-                    result, expected[key], msg=lambda m, n=name: f"{m} with {layout} {n}"
-                )
-        assert before.equal(changed)
-        setattr(case, name, tensor)
+    names = (*INPUTS, "key_padding_mask", "grad_out", "grad_lse")
+    check_layout(case, names, layout, lambda c: call(c, impl), exact=impl == "cpu")
 
 
 def test_expanded_inputs_and_gradients(impl):

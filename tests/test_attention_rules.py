@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import INPUTS, call, check, dropout_seed, exact, make_case
-from operator_checks import require
+from operator_checks import assert_same, require
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import fastattn
@@ -30,14 +30,6 @@ def hide(case, keys=(), rows=()):
         case.attn_mask = torch.ones(1, 1, L, S, dtype=torch.bool)
         case.attn_mask[:, :, list(rows)] = False
     return case
-
-
-def assert_same(results, expected, exact=True):
-    for name, result in results.items():
-        if exact:
-            assert torch.equal(result, expected[name]), name
-        else:
-            torch.testing.assert_close(result, expected[name], msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_isolation_hidden_keys(impl):

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.utils.checkpoint
-from operator_checks import require
-from torch._dynamo.testing import CompileCounterWithBackend
+from operator_checks import check_compiled, negated, require, with_each
 from torch._subclasses import FakeTensorMode
 
 import fastattn
@@ -77,22 +76,7 @@ def test_compile_once_for_all_lengths(impl, name, dynamic):
     """fullgraph, forward and backward, with and without gradients: three compilations at most."""
     require(impl)
     function, inputs = COMPILED[name]
-    for gradients in (False, True):
-        torch._dynamo.reset()
-        counter = CompileCounterWithBackend("aot_eager")
-        compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=counter)
-        for L in (5, 8, 1, 33, 64):
-            given = inputs(L)
-            results = []
-            for run in (compiled, function):
-                leaves = [t.clone().requires_grad_(gradients and t.is_floating_point()) for t in given]
-                torch.manual_seed(0)
-                outputs = run(*leaves, impl)
-                if gradients:
-                    sum(t.sin().sum() for t in outputs).backward()
-                results.append([*outputs, *(t.grad for t in leaves)])
-            torch.testing.assert_close(*results)
-        assert counter.frame_count <= 3
+    check_compiled(function, inputs, impl, dynamic=dynamic)
 
 
 def test_compile_with_inductor():
@@ -290,18 +274,6 @@ def test_forward_mode_is_refused_under_a_tracer():
 
 
 # Tensors that are more than memory on the CPU
-
-
-def with_each(tensors, make):
-    """Argument lists with one tensor, and with all, passed through ``make``."""
-    for chosen in (*[[n] for n in range(len(tensors))], range(len(tensors))):
-        yield [make(t) if n in chosen else t for n, t in enumerate(tensors)], chosen
-
-
-def negated(tensor):
-    twin = torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
-    assert twin.is_neg() and torch.equal(twin, tensor)
-    return twin
 
 
 @pytest.mark.parametrize("wanted", (False, True))

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from linear_attention_cases import INPUTS, OUTPUTS, call, check, exact, leaves_of, make_case, require
+from operator_checks import LAYOUTS, check_layout
 
 import fastattn
 from fastattn import LinearAttentionState
@@ -294,15 +295,6 @@ def test_second_derivatives_of_every_subset(impl):
                 torch.testing.assert_close(*results)
 
 
-LAYOUTS = {
-    "transposed": lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2),
-    "heads last": lambda t: t.transpose(0, -2).contiguous().transpose(0, -2),
-    "reversed": lambda t: (
-        t.permute(*reversed(range(t.dim()))).contiguous().permute(*reversed(range(t.dim())))
-    ),
-    "sliced": lambda t: torch.stack((t, t * math.nan if t.is_floating_point() else ~t), -1)[..., 0],
-    "padded": lambda t: torch.nn.functional.pad(t, (1, 2), value=True)[..., 1:-2],
-}
 TENSORS = (*INPUTS, "key_padding_mask", "grad_out", "grad_kv", "grad_z")
 
 
@@ -313,22 +305,7 @@ def test_strides(impl, layout, dtype):
     case = make_case(
         2, 4, 2, 71, D=12, Dv=10, dtype=dtype, decay="token", padding="random", initial=True, **CAUSAL
     )
-    expected = call(case, impl)
-    for name in TENSORS:
-        tensor = getattr(case, name)
-        changed = LAYOUTS[layout](tensor)
-        assert changed.equal(tensor)
-        setattr(case, name, changed)
-        before = changed.clone()
-        for key, result in call(case, impl).items():
-            if impl == "cpu":
-                assert torch.equal(result, expected[key]), f"{key} with {layout} {name}"
-            else:
-                torch.testing.assert_close(
-                    result, expected[key], msg=lambda m, n=name: f"{m} with {layout} {n}"
-                )
-        assert before.equal(changed)
-        setattr(case, name, tensor)
+    check_layout(case, TENSORS, layout, lambda c: call(c, impl), exact=impl == "cpu")
 
 
 def test_expanded_inputs_and_gradients(impl):

@@ -11,6 +11,7 @@ import operator_checks
 import pytest
 import torch
 from linear_attention_cases import INPUTS, call, check, make_case, require
+from operator_checks import assert_same
 
 import fastattn
 from fastattn import LinearAttentionState
@@ -19,14 +20,6 @@ impl, poisoned = linear_attention_cases.impl, operator_checks.poisoned
 
 attend, step = fastattn.linear_attention, fastattn.linear_attention_step
 CAUSAL = {"is_causal": True}
-
-
-def assert_same(results, expected, exact=True):
-    for name, result in results.items():
-        if exact:
-            assert torch.equal(result, expected[name]), name
-        else:
-            torch.testing.assert_close(result, expected[name], msg=lambda m, n=name: f"{n}: {m}")
 
 
 def normal(*shape, dtype=torch.float64):

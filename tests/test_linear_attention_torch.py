@@ -9,7 +9,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.utils.checkpoint
 from linear_attention_cases import require
-from torch._dynamo.testing import CompileCounterWithBackend
+from operator_checks import check_compiled, negated, with_each
 from torch._subclasses import FakeTensorMode
 
 import fastattn
@@ -93,21 +93,8 @@ def test_compile_once_for_all_lengths(impl, name, dynamic):
     """fullgraph, forward and backward, with and without gradients: three compilations at most."""
     require(impl)
     function, inputs = COMPILED[name]
-    for gradients in (False, True):
-        torch._dynamo.reset()
-        counter = CompileCounterWithBackend("aot_eager")
-        compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=counter)
-        for L in (5, 8, 1, 33, 64) if impl == "cpu" else (5, 8):
-            given = inputs(L)
-            results = []
-            for run in (compiled, function):
-                leaves = [t.clone().requires_grad_(gradients and t.is_floating_point()) for t in given]
-                outputs = run(*leaves, impl)
-                if gradients:
-                    sum(t.sin().sum() for t in outputs).backward()
-                results.append([*outputs, *(t.grad for t in leaves)])
-            torch.testing.assert_close(*results)
-        assert counter.frame_count <= 3
+    sizes = (5, 8, 1, 33, 64) if impl == "cpu" else (5, 8)
+    check_compiled(function, inputs, impl, dynamic=dynamic, sizes=sizes)
 
 
 def test_compile_with_inductor():
@@ -359,18 +346,6 @@ def test_forward_mode_is_refused_not_zero():
 
 
 # Tensors that are more than memory on the CPU
-
-
-def with_each(tensors, make):
-    """Argument lists with one tensor, and with all, passed through ``make``."""
-    for chosen in (*[[n] for n in range(len(tensors))], range(len(tensors))):
-        yield [make(t) if n in chosen else t for n, t in enumerate(tensors)], chosen
-
-
-def negated(tensor):
-    twin = torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
-    assert twin.is_neg() and torch.equal(twin, tensor)
-    return twin
 
 
 def one_step(query, key, value, kv, z, decay, **options):
