@@ -3,6 +3,7 @@
 #include "graph.h"
 
 #include <limits>
+#include <stdexcept>
 #include <tuple>
 #include <vector>
 
@@ -16,9 +17,14 @@ EdgeEnds ends_of(const char* name, const Tensor& tensor, int64_t nodes) {
   return {tensor.data_ptr(), tensor.stride(0), nodes, is_wide(name, tensor)};
 }
 
-int64_t node_at(const EdgeEnds& ends, int64_t edge) {
-  return ends.wide ? static_cast<const int64_t*>(ends.data)[edge * ends.stride]
-                   : static_cast<const int32_t*>(ends.data)[edge * ends.stride];
+// A ValueError in Python.
+[[noreturn]] void refuse(const char* name, const char* nodes, const EdgeEnds& ends, int64_t edge) {
+  const int64_t node = ends.wide ? static_cast<const int64_t*>(ends.data)[edge * ends.stride]
+                                 : static_cast<const int32_t*>(ends.data)[edge * ends.stride];
+  const std::string text = std::string(name) + " holds " + std::to_string(node);
+  throw std::invalid_argument(node < 0 ? text + ": " + nodes + " are numbered from 0"
+                                       : text + ", but there are only " + std::to_string(ends.nodes) + " " +
+                                             nodes);
 }
 
 std::tuple<Tensor, Tensor, Tensor> graph_csr(const Tensor& row, const Tensor& col, int64_t num_rows,
@@ -37,10 +43,8 @@ std::tuple<Tensor, Tensor, Tensor> graph_csr(const Tensor& row, const Tensor& co
   p.out_col = out_col.data_ptr();
   p.out_perm = out_perm.data_ptr();
   const GraphCsrResult result = graph_kernels().csr(p, torch_parallel());
-  STD_TORCH_CHECK(result.bad_row < 0, "edge ", result.bad_row, " has row ", node_at(p.row, result.bad_row),
-                  ", which is outside of 0 .. ", num_rows - 1);
-  STD_TORCH_CHECK(result.bad_col < 0, "edge ", result.bad_col, " has col ", node_at(p.col, result.bad_col),
-                  ", which is outside of 0 .. ", num_cols - 1);
+  if (result.bad_row >= 0) refuse("row", "rows", p.row, result.bad_row);
+  if (result.bad_col >= 0) refuse("col", "columns", p.col, result.bad_col);
   return {rowptr, out_col, out_perm};
 }
 

@@ -56,18 +56,36 @@ static inline EdgeCut edge_cut(const EdgeSplit& split, int64_t k) {
 // partial results, the first chunk of a row as its `tail`, the following ones as their `head`.
 enum class RowPart { whole, head, tail };
 
-// f(row, begin, end, part) for every row that begins in the chunk or has edges in it.
-template <class F>
-static inline __attribute__((always_inline)) void for_each_row(const EdgeSplit& split, EdgeCut from,
-                                                               EdgeCut to, F&& f) {
-  int64_t begin = from.edge;
-  for (int64_t row = from.row; row < to.row; ++row) {
-    const int64_t end = split.rowptr[row + 1];
-    f(row, begin, end, begin == split.rowptr[row] ? RowPart::whole : RowPart::head);
+// The rows that begin in a chunk or have edges in it, one after the other:
+// for (RowCursor at(split, from, to); at.next();) at.row, at.begin, at.end, at.part
+struct RowCursor {
+  const int64_t *rowptr, rows, last_row, last_edge;
+  int64_t row, begin, end;
+  RowPart part;
+
+  RowCursor(const EdgeSplit& split, EdgeCut from, EdgeCut to)
+      : rowptr(split.rowptr),
+        rows(split.rows),
+        last_row(to.row),
+        last_edge(to.edge),
+        row(from.row - 1),
+        end(from.edge) {}
+  bool next() {
     begin = end;
+    if (++row < last_row) {
+      end = rowptr[row + 1];
+      part = begin == rowptr[row] ? RowPart::whole : RowPart::head;
+      return true;
+    }
+    if (row > last_row || row >= rows || begin >= last_edge) return false;
+    end = last_edge;
+    part = begin == rowptr[row] ? RowPart::tail : RowPart::head;
+    return true;
   }
-  if (to.row < split.rows && begin < to.edge)
-    f(to.row, begin, to.edge, begin == split.rowptr[to.row] ? RowPart::tail : RowPart::head);
+};
+template <class F>
+static inline void for_each_row(const EdgeSplit& split, EdgeCut from, EdgeCut to, F&& f) {
+  for (RowCursor at(split, from, to); at.next();) f(at.row, at.begin, at.end, at.part);
 }
 
 // For every divided row: first(row, chunk of its tail), next(row, chunk of a head) in order, then last(row).

@@ -1,0 +1,133 @@
+// The dot product of an edge's two ends, for every edge.
+#pragma once
+#include "aggregation_rows.h"
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+template <class T>
+struct DotTask {
+  const Chunk& chunk;
+  int64_t F;
+  typename Nodes<T>::Plane rows;
+  const T** source;  // per edge of the chunk
+  A<T>* dot;         // likewise, a multiple of the lanes; added to
+};
+
+// The products of as many edges as there are lanes wait until one transposition sums them all, whichever
+// rows they belong to.
+template <class T>
+struct Sums {
+  Vec<A<T>> waiting[N<T>];
+  A<T>* dot;
+  int64_t count = 0;
+
+  FASTATTN_INLINE void add(Vec<A<T>> products) {
+    waiting[count++ % N<T>] = products;
+    if (count % N<T> == 0) flush(dot + count - N<T>);
+  }
+  void flush(A<T>* to) { store(to, load(to) + reduce_rows<A<T>>(waiting)); }
+  void finish() {
+    if (count % N<T> == 0) return;
+    for (int64_t i = count % N<T>; i < N<T>; ++i) waiting[i] = Vec<A<T>>{};
+    flush(dot + round_down(count, N<T>));
+  }
+};
+
+template <class T, class I, int V, bool kSelected>
+void dot_tile(const DotTask<T>& t, const I* const* arg, const I* number, const Tile tile) {
+  constexpr int kChains = V < 4 ? V : 4;
+  const int64_t ahead = edges_ahead<T>(tile), first = t.chunk.from.edge;
+  // Vectors overlap at the end of a row: lanes of the last two that an earlier one has do not count, nor do
+  // those behind a row that is shorter than a vector.
+  Vec<Int<A<T>>> counts[2];
+  for (int v = V < 2 ? 0 : V - 2; v < V; ++v)
+    for (int i = 0; i < N<T>; ++i) {
+      const int64_t feature = vector_at<V, T>(tile, v) + i;
+      const int64_t first = v ? vector_at<V, T>(tile, v - 1) + N<T> : tile.begin;
+      counts[v - (V - 2)][i] = feature >= first && feature < t.F ? -1 : 0;
+    }
+  Sums<T> sums;
+  sums.dot = t.dot;
+  for (RowCursor at(t.chunk.split, t.chunk.from, t.chunk.to); at.next();) {
+    if (at.begin == at.end) continue;
+    Vec<A<T>> a[V];
+    for (int v = 0; v < V; ++v) a[v] = load_wide(t.rows[at.row] + vector_at<V, T>(tile, v));
+    for (int64_t i = at.begin - first; i < at.end - first; ++i) {
+      prefetch<V * N<T>>(t.source[i + ahead] + tile.begin);
+      if constexpr (kSelected) prefetch<V * N<T>>(arg[i + ahead] + tile.begin);
+      Vec<A<T>> sum[kChains]{};
+      for (int v = 0; v < V; ++v) {
+        const int64_t from = vector_at<V, T>(tile, v);
+        Vec<A<T>> product = a[v] * load_wide(t.source[i] + from);
+        if constexpr (kSelected) product = equals<A<T>>(arg[i] + from, number[i]) ? product : Vec<A<T>>{};
+        // Selected by bits: a product of lanes that do not count may be infinite.
+        if (v >= V - 2)
+          product = bit_cast<Vec<A<T>>>(bit_cast<Vec<Int<A<T>>>>(product) & counts[v - (V - 2)]);
+        sum[v % kChains] += product;
+      }
+      for (int c = kChains - 1; c > 0; --c) sum[c - 1] += sum[c];
+      sums.add(sum[0]);
+    }
+  }
+  sums.finish();
+}
+
+template <class T, class I>
+void edge_dot(EdgeDotParams p, const Parallel& all) {
+  if (!p.per_head && heads_adjoin(p.a, p.H, p.F) && heads_adjoin(p.b, p.H, p.F) &&
+      heads_adjoin(p.arg, p.H, p.F)) {
+    p.F *= p.H;
+    p.H = 1;
+  }
+  const GraphView& graph = p.graph;
+  const Cuts cuts(graph);
+  const int64_t chunks = cuts.split.chunks;
+  const Parallel parallel = all.worth(operations(graph, p.B, p.H, p.F));
+  const Nodes<T> rows(p.a, p.B, graph.rows, p.H, p.F, N<T>), nodes(p.b, p.B, p.M, p.H, p.F, N<T>);
+  const Nodes<I> args(p.arg, p.B, p.arg_of_rows ? graph.rows : p.M, p.H, p.F, N<T>);
+  const auto *row_scale = static_cast<const A<T>*>(p.row_scale),
+             *col_scale = static_cast<const A<T>*>(p.col_scale);
+  const int64_t columns = p.per_head ? p.H : 1;
+  A<T>* out = static_cast<A<T>*>(p.out.data);
+
+  for_each_task(parallel, chunks, [&](int64_t k, int) {
+    Arena::Scope scope(thread_arena());
+    const Chunk chunk(cuts, k);
+    const int64_t edges = chunk.edges(), first = chunk.from.edge, padded = round_up(edges, N<T>);
+    if (edges == 0) return;
+    const T** source = scope.arena.take<const T*>(edges + kPadding);
+    A<T>* dots = scope.arena.take_zero<A<T>>(columns * padded);
+    const I** arg = p.arg.data ? scope.arena.take<const I*>(edges + kPadding) : nullptr;
+    I* number = scope.arena.take<I>(edges);
+    for (int64_t i = 0; i < edges; ++i) number[i] = edge_number<I>(graph, first + i);
+    for (int64_t b = 0; b < p.B; ++b)
+      for (int64_t h = 0; h < p.H; ++h) {
+        point<I, T>(chunk, graph, nodes.plane(b, h), source);
+        if (arg)
+          p.arg_of_rows ? point_at_rows<I>(chunk, args.plane(b, h), arg)
+                        : point<I, I>(chunk, graph, args.plane(b, h), arg);
+        const DotTask<T> t{chunk, p.F, rows.plane(b, h), source, dots + (p.per_head ? h : 0) * padded};
+        if (arg) {
+          using Tiles = typename If<kUsual<T, I>, FewWidths, OneWidth>::type;
+          for_each_tile<T>(Tiles{}, p.F,
+                           [&](const Tile& tile, auto V) { dot_tile<T, I, V, true>(t, arg, number, tile); });
+        } else {
+          for_each_tile<T>(typename WidthsOf<T>::type{}, p.F, [&](const Tile& tile, auto V) {
+            dot_tile<T, int32_t, V, false>(t, nullptr, nullptr, tile);
+          });
+        }
+      }
+    const I* col = static_cast<const I*>(graph.col);
+    for (RowCursor at(cuts.split, chunk.from, chunk.to); at.next();)
+      for (int64_t e = at.begin; e < at.end; ++e) {
+        const A<T> scale =
+            (row_scale ? row_scale[at.row] : A<T>(1)) * (col_scale ? col_scale[col[e]] : A<T>(1));
+        for (int64_t c = 0; c < columns; ++c)
+          out[int64_t(number[e - first]) * columns + c] = scale * dots[c * padded + e - first];
+      }
+  });
+}
+
+}  // namespace
+}  // namespace fastattn::FASTATTN_ISA

@@ -1,0 +1,277 @@
+// What the kernels of aggregation share: features cut into tiles of vectors, nodes that can be read a vector
+// at a time, and the edges of a chunk as pointers and weights.
+//
+// A chunk of edges is gone through once per tile of features: the sums of a row stay in registers, and the
+// inner loop over its edges only loads and adds. Rows of x come from anywhere in memory, so the loop asks for
+// those some edges ahead, all cache lines of the tile, also across the ends of rows.
+#pragma once
+#include <algorithm>
+
+#include "aggregation.h"
+#include "memory.h"
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+template <class T>
+struct AccumulatorOf {
+  using type = float;
+};
+template <>
+struct AccumulatorOf<double> {
+  using type = double;
+};
+template <class T>
+using A = typename AccumulatorOf<T>::type;
+template <class T>
+constexpr int N = kLanes<A<T>>;
+
+template <class F>
+void with_dtype(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::f32:
+      return f(float{});
+    case DType::f64:
+      return f(double{});
+    case DType::bf16:
+      return f(bf16{});
+    default:
+      return f(f16{});
+  }
+}
+template <class F>
+void with_index(bool wide, F&& f) {
+  wide ? f(int64_t{}) : f(int32_t{});
+}
+
+// A row's features are cut into tiles of some vectors each. Kernels are compiled for a few widths of them:
+// what programs mostly do has many, the rest gets by with fewer and so with less time to compile.
+template <int... kWidth>
+struct Widths {};
+using AllWidths = Widths<1, 2, 4, 8>;
+using FewWidths = Widths<1, 4>;
+using OneWidth = Widths<1>;
+template <class T>
+constexpr bool kFrequent = kSame<T, float> || kSame<T, bf16>;
+template <class T>
+struct WidthsOf {
+  using type = FewWidths;
+};
+template <>
+struct WidthsOf<float> {
+  using type = AllWidths;
+};
+template <>
+struct WidthsOf<bf16> {
+  using type = AllWidths;
+};
+// Edges are usually numbered by integers as wide as the lanes.
+template <class T, class I>
+constexpr bool kUsual = sizeof(I) == sizeof(A<T>);
+template <bool kCondition, class X, class Y>
+struct If {
+  using type = X;
+};
+template <class X, class Y>
+struct If<false, X, Y> {
+  using type = Y;
+};
+
+// Vectors overlap at the end of a row where F is no multiple of the lanes, or the tile one vector wider than
+// need be: what is computed twice is the same twice. Fewer features than lanes are one vector, read over the
+// row's end.
+struct Tile {
+  int64_t begin, width, last;  // vector v starts at begin + min(lanes * v, last)
+};
+template <int V, class T>
+FASTATTN_INLINE int64_t vector_at(const Tile& tile, int v) {
+  return tile.begin + (v == V - 1 ? tile.last : v == V - 2 ? min(v * N<T>, tile.last) : v * N<T>);
+}
+
+// f(tile, std::integral_constant<int, its width>) for all tiles.
+template <class T, int... kWidth, class F>
+FASTATTN_INLINE void for_each_tile(Widths<kWidth...>, int64_t features, F&& f) {
+  const int64_t vectors = max((features + N<T> - 1) / N<T>, 1);
+  for (int64_t first = 0; first < vectors;) {
+    const int64_t left = vectors - first, begin = first * N<T>;
+    int64_t width = 1;
+    ((width = left >= kWidth || (left + 1 == kWidth && left > 2) ? kWidth : width), ...);
+    const Tile tile{begin, width, min((width - 1) * N<T>, max(features - N<T>, 0) - begin)};
+    ((width == kWidth ? f(tile, std::integral_constant<int, kWidth>{}) : void()), ...);
+    first += width;
+  }
+}
+// One of V vectors.
+template <int V, class T>
+FASTATTN_INLINE void store_features(T* p, int64_t features, Vec<A<T>> v) {
+  if (V > 1 || features >= N<T>) return round_store(p, v);
+  T buffer[N<T>];
+  round_store(buffer, v);
+  std::memcpy(p, buffer, size_t(features) * sizeof(T));
+}
+
+// Heads beside each other in memory are one head of H F features, where nothing tells heads apart.
+FASTATTN_INLINE bool heads_adjoin(const View& v, int64_t H, int64_t F) {
+  return !v.data || H <= 1 || v.stride[2] == F;
+}
+
+// The rows of one tensor (B, nodes, H, F), readable for a whole vector of `lanes` elements each. Of the last
+// few nodes, where that would leave the tensor, there are padded copies.
+template <class E>
+class Nodes {
+ public:
+  Nodes(const View& v, int64_t B, int64_t nodes, int64_t H, int64_t F, int64_t lanes)
+      : v_(v),
+        H_(H),
+        lanes_(lanes),
+        stride_(v.stride[1]),
+        copies_(!v.data || F >= lanes ? 0
+                : stride_             ? min(nodes, (lanes - F + stride_ - 1) / stride_)
+                                      : min(nodes, 1)),
+        safe_(stride_   ? nodes - copies_
+              : copies_ ? 0
+                        : nodes),
+        padded_(B * H * copies_ * lanes) {
+    if (!copies_) return;
+    for (int64_t plane = 0; plane < B * H; ++plane)
+      for (int64_t i = 0; i < copies_; ++i) {
+        E* to = padded_.data() + (plane * copies_ + i) * lanes;
+        std::memset(static_cast<void*>(to), 0, size_t(lanes) * sizeof(E));
+        std::memcpy(static_cast<void*>(to), start(plane / H, plane % H) + (safe_ + i) * stride_,
+                    size_t(F) * sizeof(E));
+      }
+  }
+  // Pointers to the rows of head h of batch b.
+  struct Plane {
+    const E *data, *padded;
+    int64_t stride, padded_stride, safe;
+    FASTATTN_INLINE const E* operator[](int64_t node) const {
+      return node < safe ? data + node * stride : padded + (node - safe) * padded_stride;
+    }
+  };
+  Plane plane(int64_t b, int64_t h) const {
+    return {start(b, h), padded_.data() + (b * H_ + h) * copies_ * lanes_, stride_, stride_ ? lanes_ : 0,
+            safe_};
+  }
+
+ private:
+  const E* start(int64_t b, int64_t h) const {
+    return static_cast<const E*>(v_.data) + b * v_.stride[0] + h * v_.stride[2];
+  }
+  const View& v_;
+  int64_t H_, lanes_, stride_, copies_, safe_;
+  Buffer<E> padded_;
+};
+
+// How many edges ahead rows are fetched: about as many bytes as a core can have under way.
+template <class T>
+FASTATTN_INLINE int64_t edges_ahead(const Tile& tile) {
+  constexpr int64_t kBytes = 4096, kMost = 32, kLeast = 4;
+  return min(max(kBytes / (tile.width * N<T> * int64_t(sizeof(T))), kLeast), kMost);
+}
+constexpr int64_t kPadding = 32;  // edges_ahead at most
+
+template <int kCount, class E>
+FASTATTN_INLINE void prefetch(const E* row) {
+  constexpr int kBytes = kCount * int(sizeof(E));
+  for (int byte = 0; byte < kBytes; byte += 64) __builtin_prefetch(reinterpret_cast<const char*>(row) + byte);
+}
+
+// All cuts of a graph, and room for the partial results of the rows that they divide.
+struct Cuts {
+  EdgeSplit split;
+  Buffer<EdgeCut> at;
+  Buffer<int64_t> divisions;  // cuts before this one that divide a row
+  int64_t slots = 0;
+
+  explicit Cuts(const GraphView& graph)
+      : split(split_edges(graph.rowptr, graph.rows)), at(split.chunks + 1), divisions(split.chunks + 1) {
+    for (int64_t k = 0; k <= split.chunks; ++k) {
+      const EdgeCut cut = at.data()[k] = edge_cut(split, k);
+      divisions.data()[k] = slots / 2;
+      if (cut.row < split.rows && cut.edge > split.rowptr[cut.row]) slots += 2;
+    }
+  }
+  // The slot of a chunk's head or tail, where it has one.
+  int64_t head(int64_t k) const { return 2 * divisions.data()[k]; }
+  int64_t tail(int64_t k) const { return 2 * divisions.data()[k + 1] + 1; }
+};
+
+// A chunk of edges.
+struct Chunk {
+  const EdgeSplit& split;
+  EdgeCut from, to;
+  Chunk(const Cuts& cuts, int64_t k)
+      : split(cuts.split), from(cuts.at.data()[k]), to(cuts.at.data()[k + 1]) {}
+  int64_t edges() const { return to.edge - from.edge; }
+};
+
+// What it takes to read a row for every edge of a chunk. Some pointers follow the last edge's, to be
+// prefetched.
+template <class I, class E>
+__attribute__((noinline)) void point(const Chunk& chunk, const GraphView& graph,
+                                     const typename Nodes<E>::Plane& nodes, const E** to) {
+  const I* col = static_cast<const I*>(graph.col) + chunk.from.edge;
+  const int64_t edges = chunk.edges();
+  for (int64_t i = 0; i < edges; ++i) to[i] = nodes[col[i]];
+  for (int64_t i = edges; i < edges + kPadding; ++i) to[i] = edges ? to[edges - 1] : nullptr;
+}
+// The same for the rows' own nodes.
+template <class E>
+void point_at_rows(const Chunk& chunk, const typename Nodes<E>::Plane& nodes, const E** to) {
+  for_each_row(chunk.split, chunk.from, chunk.to, [&](int64_t row, int64_t begin, int64_t end, RowPart) {
+    if (begin < end) std::fill(to + begin - chunk.from.edge, to + end - chunk.from.edge, nodes[row]);
+  });
+}
+
+// The caller's number of an edge.
+template <class I>
+FASTATTN_INLINE I edge_number(const GraphView& graph, int64_t edge) {
+  return graph.perm ? static_cast<const I*>(graph.perm)[edge] : I(edge);
+}
+
+// weight[i] = sign * edge_weight[e, h] * col_scale[m] for the edges of a chunk.
+template <class T, class I>
+__attribute__((noinline)) void weigh(const Chunk& chunk, const GraphView& graph, const View& edge_weight,
+                                     int64_t h, const void* col_scale, A<T> sign, A<T>* weight) {
+  const int64_t edges = chunk.edges(), first = chunk.from.edge;
+  const auto read = [&]<class W>(W) {
+    const W* own = static_cast<const W*>(edge_weight.data) + h * edge_weight.stride[1];
+    for (int64_t i = 0; i < edges; ++i)
+      weight[i] = sign * A<T>(to_float(own[edge_number<I>(graph, first + i) * edge_weight.stride[0]]));
+  };
+  if (!edge_weight.data)
+    std::fill(weight, weight + edges, sign);
+  else
+    edge_weight.dtype == (kSame<T, double> ? DType::f64 : DType::f32) ? read(A<T>{}) : read(T{});
+  if (!col_scale) return;
+  const I* col = static_cast<const I*>(graph.col) + first;
+  const A<T>* scale = static_cast<const A<T>*>(col_scale);
+  for (int64_t i = 0; i < edges; ++i) weight[i] *= scale[col[i]];
+}
+
+// In the time that waiting for memory takes, a core could do some hundred operations per edge and some more
+// per feature.
+FASTATTN_INLINE double operations(const GraphView& graph, int64_t B, int64_t H, int64_t F) {
+  return double(graph.edges + graph.rows) * double(B * H) * double(200 + 16 * F);
+}
+
+FASTATTN_INLINE void round_to(float* p, float x) { *p = x; }
+FASTATTN_INLINE void round_to(double* p, double x) { *p = x; }
+FASTATTN_INLINE void round_to(f16* p, float x) { p->bits = f16_round(x); }
+FASTATTN_INLINE void round_to(bf16* p, float x) {
+  const uint32_t u = bit_cast<uint32_t>(x);
+  p->bits = x == x ? uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16) : uint16_t(0x7fc0u);
+}
+
+// Lanes where an index equals a number, as lanes of A.
+template <class A, class I>
+FASTATTN_INLINE Vec<Int<A>> equals(const I* p, I number) {
+  typedef I Indices __attribute__((vector_size(kLanes<A> * sizeof(I))));
+  Indices v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return __builtin_convertvector(v == number, Vec<Int<A>>);
+}
+
+}  // namespace
+}  // namespace fastattn::FASTATTN_ISA
