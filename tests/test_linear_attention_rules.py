@@ -283,7 +283,7 @@ def test_state_is_copied_pickled_and_mapped():
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    loaded = torch.load(file, weights_only=False)
+    loaded = torch.load(file, weights_only=True)
     for twin in (copy.deepcopy(state), pickle.loads(pickle.dumps(state)), loaded, state.clone()):
         assert type(twin) is LinearAttentionState and twin.kv.data_ptr() != state.kv.data_ptr()
         assert torch.equal(twin.kv, state.kv) and torch.equal(twin.z, state.z)

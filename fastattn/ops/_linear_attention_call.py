@@ -20,13 +20,13 @@ class LinearAttentionState(NamedTuple):
 
     ``kv``, the sum of ``phi(k_j) v_j^T``, is (B, H, D, Dv) and ``z``, the sum of ``phi(k_j)``, is (B, H, D),
     with H the heads of the query and D the number of features; float32, or float64 beside float64 inputs,
-    never half precision. Differentiable. A named tuple: it may be copied, pickled, compared by identity and
-    held in lists like one, and ``torch.compile`` and ``torch.utils._pytree`` see its two tensors.
+    never half precision. Differentiable. A named tuple: it may be unpacked, copied, pickled and held in lists
+    like one, and ``torch.compile`` and ``torch.utils._pytree`` see its two tensors.
 
     Example:
         >>> state = LinearAttentionState.zeros(2, 8, 64, 64)
-        >>> for q, k, v in tokens:
-        >>>     out, state = fastattn.linear_attention_step(q, k, v, state)
+        >>> for q, k, v in torch.randn(10, 3, 2, 8, 64):
+        ...     out, state = fastattn.linear_attention_step(q, k, v, state)
         >>> state = state.index_select(torch.tensor([1, 1]))  # both go on from the second one's past
     """
 
@@ -60,6 +60,9 @@ class LinearAttentionState(NamedTuple):
         return LinearAttentionState(
             *(t.to(device=device, dtype=dtype, non_blocking=non_blocking) for t in self)
         )
+
+
+torch.serialization.add_safe_globals([LinearAttentionState])  # two tensors: torch.load may make one
 
 
 class Prepared(NamedTuple):

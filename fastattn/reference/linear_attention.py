@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastattn.reference._common import wide_dtype, without_autocast
 
-__all__ = ["FEATURE_MAPS", "check_cu_seqlens", "linear_attention", "linear_attention_step"]
+__all__ = ["FEATURE_MAPS", "linear_attention", "linear_attention_step"]
 
 # elu(x) + 1, whose branch for x <= 0 is kept from overflowing where it is not taken.
 FEATURE_MAPS = {
@@ -75,7 +75,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, decay: Tensor | None, sta
             state = state + k.mT @ v
         else:
             between, before, after, through = _within(d)
-            # The same across a reset.
+            # Nothing before a reset is read, not even multiplied by zero.
             carried = torch.where(before > 0, q @ state, 0.0) * before
             outputs.append((scores * between) @ v + carried)
             state = torch.where(through > 0, state, 0.0) * through + (k * after).mT @ v
@@ -126,7 +126,7 @@ def _attend(query, key, value, decay, key_padding_mask, kv, z, feature_map, caus
     return out.to(dtype), den.squeeze(-1), state[..., :Dv].contiguous(), state[..., Dv].contiguous()
 
 
-def check_cu_seqlens(bounds: list[int], length: int) -> None:
+def _check_cu_seqlens(bounds: list[int], length: int) -> None:
     if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in zip(bounds, bounds[1:], strict=False)):
         raise RuntimeError(
             f"cu_seqlens must start at 0, never decrease and end at the total length {length}, got {bounds}"
@@ -162,7 +162,7 @@ def linear_attention(
             results = _attend(query, key, value, decay, key_padding_mask, initial_kv, initial_z, *options)
         else:
             bounds = cu_seqlens.tolist()
-            check_cu_seqlens(bounds, query.shape[2])
+            _check_cu_seqlens(bounds, query.shape[2])
             pieces = []
             for n, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
                 q, k, v = (t[:, :, start:end] for t in (query, key, value))
