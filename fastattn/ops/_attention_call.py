@@ -14,7 +14,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from fastattn._choose import KERNEL_DTYPES, Request
 from fastattn.ops._common import autocast_dtype, check_dense, check_flags, is_watched, number
 
-__all__ = ["UNLIMITED", "Prepared", "allow_common", "is_common", "prepare", "restore", "wants_gradient"]
+__all__ = ["UNLIMITED", "Prepared", "allow_common", "common_scale", "prepare", "restore", "wants_gradient"]
 
 UNLIMITED = (-1, -1)
 _FAR = 2**60
@@ -327,12 +327,12 @@ def restore(tensor: Tensor, call: Prepared) -> Tensor:
     return tensor if call.batch else tensor.squeeze(0)
 
 
-def is_common(
+def common_scale(
     query, key, value, attn_mask, key_padding_mask, dropout_p, is_causal, scale, enable_gqa
-) -> bool:
-    """Whether the CPU op may have these arguments as they are: nothing to convert, to refuse or to leave to
-    the dispatcher, except that a tensor without memory is not noticed. In as few steps as possible: on tiny
-    inputs they are most of the time."""
+) -> float | None:
+    """The scale if the CPU op may have these arguments as they are, else None: nothing to convert, to refuse
+    or to leave to the dispatcher, except that a tensor without memory is not noticed. In as few steps as
+    possible: on tiny inputs they are most of the time."""
     if not (
         query.__class__ is key.__class__ is value.__class__ is Tensor
         and not is_compiling()
@@ -350,7 +350,7 @@ def is_common(
         and not _is_any_autocast_enabled()
         and not is_watched()
     ):
-        return False
+        return None
     shape, key_shape, dtype = query.shape, key.shape, query.dtype
     if not (
         (shape == key_shape or _scores_fit(shape, key_shape, enable_gqa))
@@ -360,21 +360,19 @@ def is_common(
         and dtype is key.dtype is value.dtype
         and dtype in _common_dtypes
     ):
-        return False
-    if attn_mask is None and key_padding_mask is None:
-        return True
-    B, H, L, S = *shape[:3], key_shape[2]
-    return (attn_mask is None or _is_common_mask(attn_mask, B, H, L, S, dtype)) and (
-        key_padding_mask is None
-        or (
-            key_padding_mask.__class__ is Tensor
-            and key_padding_mask.is_cpu
-            and not key_padding_mask.is_nested
-            and key_padding_mask.layout is torch.strided
-            and key_padding_mask.dtype is torch.bool
-            and key_padding_mask.shape == (B, S)
-        )
-    )
+        return None
+    if attn_mask is not None and not _is_common_mask(attn_mask, *shape[:3], key_shape[2], dtype):
+        return None
+    if key_padding_mask is not None and not (
+        key_padding_mask.__class__ is Tensor
+        and key_padding_mask.is_cpu
+        and not key_padding_mask.is_nested
+        and key_padding_mask.layout is torch.strided
+        and key_padding_mask.dtype is torch.bool
+        and key_padding_mask.shape == (shape[0], key_shape[2])
+    ):
+        return None
+    return shape[3] ** -0.5 if scale is None else scale
 
 
 def _scores_fit(shape, key_shape, enable_gqa: bool) -> bool:

@@ -18,7 +18,7 @@ from fastattn.ops._attention_call import (
     UNLIMITED,
     Prepared,
     allow_common,
-    is_common,
+    common_scale,
     prepare,
     restore,
     wants_gradient,
@@ -148,9 +148,13 @@ def scaled_dot_product_attention(
         and softcap == 0.0
         and causal_alignment == "upper_left"
         and return_lse.__class__ is bool
-        and is_common(query, key, value, attn_mask, key_padding_mask, dropout_p, is_causal, scale, enable_gqa)
+        and (
+            factor := common_scale(
+                query, key, value, attn_mask, key_padding_mask, dropout_p, is_causal, scale, enable_gqa
+            )
+        )
+        is not None
     ):
-        factor = query.shape[3] ** -0.5 if scale is None else scale
         right = 0 if is_causal else -1
         seed = None if dropout_p == 0.0 else _draw_seed(dropout_p, "cpu")
         try:
@@ -221,10 +225,15 @@ def attention_with_weights(
     if (
         (impl == "auto" or impl == "cpu")
         and average_weights.__class__ is bool
-        and is_common(query, key, value, attn_mask, key_padding_mask, dropout_p, is_causal, scale, False)
+        and (
+            factor := common_scale(
+                query, key, value, attn_mask, key_padding_mask, dropout_p, is_causal, scale, False
+            )
+        )
+        is not None
         and not wants_gradient(query, key, value, attn_mask)
     ):
-        options = (query.shape[3] ** -0.5 if scale is None else scale, 0.0, -1, 0 if is_causal else -1)
+        options = (factor, 0.0, -1, 0 if is_causal else -1)
         options = (*options, False, dropout_p)
         seed = _draw_seed(dropout_p, "cpu")
         masks = (attn_mask, key_padding_mask, None)
