@@ -487,6 +487,21 @@ def test_ops_refuse_what_would_be_read_out_of_bounds():
             run(**changed)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_indices_of_either_width(form):
+    """int64 indices, which a graph has only if int32 does not hold them, give the same bits."""
+    require("cpu")
+    case = make_case(form, dtype=torch.float32)
+    expected = call(case, "cpu")
+    parts = [
+        fastattn.graph.Compressed(e.ptr, e.index.long(), e.perm.long())
+        for e in (case.graph.csr, case.graph.csc)
+    ]
+    assert case.graph.col.dtype == torch.int32
+    case.graph._set(*case.size, *parts)
+    assert case.graph.col.dtype == torch.int64 and same(expected, call(case, "cpu"))
+
+
 def test_explain():
     require("cpu")
     case = GAT
