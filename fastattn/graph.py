@@ -199,6 +199,7 @@ class Graph:
     def _set(self, num_src: int, num_dst: int, csr: Compressed, csc: Compressed | None = None) -> None:
         self.num_src, self.num_dst, self.num_edges = num_src, num_dst, csr.index.shape[0]
         self.rowptr, self.col, self.perm = csr
+        self._csr = csr
         self._csc = csc
         self._vectors: dict[tuple[str, torch.dtype], Tensor] = {}
         # What others make of this graph and want again at their next call, such as its self-loops.
@@ -262,7 +263,7 @@ class Graph:
     @property
     def csr(self) -> Compressed:
         """By target: (rowptr, col, perm)."""
-        return Compressed(self.rowptr, self.col, self.perm)
+        return self._csr
 
     @property
     def csc(self) -> Compressed:
