@@ -6,22 +6,25 @@
 #include "graph.h"
 #include "graph_attention.h"
 #include "isa.h"
+#include "linear_attention.h"
 #include "roof.h"
 
 // Every compiled variant defines its table in a namespace named after its instruction set.
-#define FASTATTN_DECLARE(isa)                                 \
-  namespace isa {                                             \
-  extern const AggregationKernels aggregation_kernels;        \
-  extern const AttentionKernels attention_kernels;            \
-  extern const GraphKernels graph_kernels;                    \
-  extern const GraphAttentionKernels graph_attention_kernels; \
-  extern const RoofKernels roof_kernels;                      \
+#define FASTATTN_DECLARE(isa)                                   \
+  namespace isa {                                               \
+  extern const AggregationKernels aggregation_kernels;          \
+  extern const AttentionKernels attention_kernels;              \
+  extern const GraphKernels graph_kernels;                      \
+  extern const GraphAttentionKernels graph_attention_kernels;   \
+  extern const LinearAttentionKernels linear_attention_kernels; \
+  extern const RoofKernels roof_kernels;                        \
   }
 
 #define FASTATTN_ADDRESS_AGGREGATION(isa) &isa::aggregation_kernels,
 #define FASTATTN_ADDRESS_ATTENTION(isa) &isa::attention_kernels,
 #define FASTATTN_ADDRESS_GRAPH(isa) &isa::graph_kernels,
 #define FASTATTN_ADDRESS_GRAPH_ATTENTION(isa) &isa::graph_attention_kernels,
+#define FASTATTN_ADDRESS_LINEAR_ATTENTION(isa) &isa::linear_attention_kernels,
 #define FASTATTN_ADDRESS_ROOF(isa) &isa::roof_kernels,
 
 namespace fastattn {
@@ -45,6 +48,11 @@ const GraphKernels& graph_kernels() {
 
 const GraphAttentionKernels& graph_attention_kernels() {
   static const GraphAttentionKernels* const variants[] = {FASTATTN_ISAS(FASTATTN_ADDRESS_GRAPH_ATTENTION)};
+  return *variants[chosen_isa()];
+}
+
+const LinearAttentionKernels& linear_attention_kernels() {
+  static const LinearAttentionKernels* const variants[] = {FASTATTN_ISAS(FASTATTN_ADDRESS_LINEAR_ATTENTION)};
   return *variants[chosen_isa()];
 }
 

@@ -187,6 +187,57 @@ FASTATTN_INLINE Vec<double> exp2(Vec<double> x) {
   return x == x ? y : x;
 }
 
+// e^x for any x: below the smallest normal number exactly 0 (see exp2), inf above the largest; NaN stays NaN.
+// n ln(2) is subtracted in two parts, the first exact: no rounding of x log2(e) enters the result.
+FASTATTN_INLINE Vec<float> exp(Vec<float> x) {
+  constexpr float kSmallest = -87.33654f, kLargest = 89.f;
+  constexpr float kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;
+  constexpr double kCoefficients[] = {0.00015345808218565288, 0.001339993193959634, 0.009618488977721641,
+                                      0.05550328775211117,    0.24022646890382265,  0.6931472057380539};
+  auto coefficient = [&](int i) {  // of the polynomial of exp2 in x instead of x log2(e)
+    double c = kCoefficients[i];
+    for (int k = 6 - i; k > 0; --k) c *= kLog2e;
+    return float(c);
+  };
+  x = x > kLargest ? broadcast(kLargest) : x;
+#if defined(__AVX512F__)
+  const Vec<float> n =
+      (Vec<float>)_mm512_roundscale_ps((__m512)(x * float(kLog2e)), _MM_FROUND_TO_NEAREST_INT);
+#else
+  constexpr float kMagic = 12582912.f;  // 1.5 * 2^23
+  const Vec<float> t = maximum(Vec<float>{} - 200.f, x * float(kLog2e)) + kMagic, n = t - kMagic;
+#endif
+  const Vec<float> r = x - n * kLn2High - n * kLn2Low;
+  Vec<float> p = coefficient(0) * r + coefficient(1);
+#pragma GCC unroll 4
+  for (int i = 2; i < 6; ++i) p = p * r + coefficient(i);
+  p = p * r + 1.f;
+#if defined(__AVX512F__)
+  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(kSmallest), _CMP_NLT_UQ);
+  return (Vec<float>)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)n);
+#else
+  // In two steps: 2^128 has no float of its own.
+  const Vec<int32_t> exponent = bit_cast<Vec<int32_t>>(t) - bit_cast<int32_t>(kMagic), half = exponent >> 1;
+  Vec<float> y = p * bit_cast<Vec<float>>((half + 127) << 23);
+  y *= bit_cast<Vec<float>>((exponent - half + 127) << 23);
+  y = x < kSmallest ? Vec<float>{} : y;
+  return x == x ? y : x;
+#endif
+}
+FASTATTN_INLINE Vec<double> exp(Vec<double> x) {
+  constexpr double kSmallest = -708.396, kLargest = 710., kMagic = 6755399441055744.;  // 1.5 * 2^52
+  constexpr double kLn2High = 0x1.62e42fefa0000p-1, kLn2Low = 0x1.cf79abc9e3b3ap-40;
+  x = x > kLargest ? broadcast(kLargest) : x;
+  const Vec<double> t = maximum(Vec<double>{} - 1100., x * kLog2e) + kMagic, n = t - kMagic;
+  const Vec<double> r = x - n * kLn2High - n * kLn2Low;
+  Vec<double> p = exp2_polynomial(r * kLog2e);
+  const Vec<int64_t> exponent = bit_cast<Vec<int64_t>>(t) - bit_cast<int64_t>(kMagic), half = exponent >> 1;
+  Vec<double> y = p * bit_cast<Vec<double>>((half + 1023) << 52);
+  y *= bit_cast<Vec<double>>((exponent - half + 1023) << 52);
+  y = x < kSmallest ? Vec<double>{} : y;
+  return x == x ? y : x;
+}
+
 // log2 of a positive normal number; inf and NaN stay. With f in [1/sqrt(2), sqrt(2)) and s = (f - 1) / (f +
 // 1), log2(f) = 2 / ln(2) * (s + s^3 / 3 + s^5 / 5 + ...), where s^2 < 0.03.
 template <class A>
@@ -292,13 +343,15 @@ FASTATTN_INLINE void round_store(bf16* p, Vec<float> v) {
 #endif
 }
 #if defined(__AVX512BF16__)
-// Two vectors as pairs: (p0[0], p1[0]), (p0[1], p1[1]), ...
-FASTATTN_INLINE void store_pair(bf16* to, Vec<float> p0, Vec<float> p1) {
+// Two vectors as pairs of bf16: (p0[0], p1[0]), (p0[1], p1[1]), ...
+FASTATTN_INLINE Vec<uint32_t> pack_pair(Vec<float> p0, Vec<float> p1) {
   // Rounding half up by integers and merging words takes half the time of vcvtne2ps2bf16 and a permutation.
   const __m512i half = _mm512_set1_epi32(0x8000);
   const __m512i b0 = _mm512_add_epi32((__m512i)p0, half), b1 = _mm512_add_epi32((__m512i)p1, half);
-  const __m512i both = _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(b0, 16), b1);
-  _mm512_storeu_si512(to, both);
+  return (Vec<uint32_t>)_mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(b0, 16), b1);
+}
+FASTATTN_INLINE void store_pair(bf16* to, Vec<float> p0, Vec<float> p1) {
+  _mm512_storeu_si512(to, (__m512i)pack_pair(p0, p1));
 }
 #endif
 FASTATTN_INLINE uint16_t f16_round(float x) {

@@ -1,0 +1,46 @@
+// Linear attention on the CPU: forward, backward and the step of one token, for every instruction set and
+// dtype.
+#include "linear_attention.h"
+
+#include "linear_attention_backward.h"
+#include "linear_attention_step.h"
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+template <class F>
+void with_dtype(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::f32:
+      return f(float{});
+    case DType::f64:
+      return f(double{});
+    case DType::bf16:
+      return f(bf16{});
+    default:
+      return f(f16{});
+  }
+}
+double operations(const LinearAttentionParams& p) {
+  const double tokens = double(p.B * p.H) * double(max(p.L, p.S));
+  return tokens * (4.0 * double(p.D * p.Dv) + 64.0 * double(p.D + p.Dv));
+}
+
+void forward_of_dtype(const LinearAttentionParams& p, const Parallel& parallel) {
+  with_dtype(p.query.dtype, [&]<class T>(T) { forward<T>(p, parallel.worth(operations(p))); });
+}
+void backward_of_dtype(const LinearAttentionGradParams& p, const Parallel& parallel) {
+  with_dtype(p.query.dtype, [&]<class T>(T) { backward<T>(p, parallel.worth(2.5 * operations(p))); });
+}
+void step_of_dtype(const LinearAttentionStepParams& p, const Parallel& parallel) {
+  // Reading and writing an element of the state takes as long as some ten operations.
+  const double work = 10.0 * double(p.B * p.H) * double(p.D * p.Dv);
+  with_dtype(p.query.dtype, [&]<class T>(T) { step<T>(p, parallel.worth(work)); });
+}
+
+}  // namespace
+
+extern const LinearAttentionKernels linear_attention_kernels;
+const LinearAttentionKernels linear_attention_kernels = {forward_of_dtype, backward_of_dtype, step_of_dtype};
+
+}  // namespace fastattn::FASTATTN_ISA

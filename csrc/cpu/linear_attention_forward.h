@@ -1,0 +1,252 @@
+// Linear attention forward: chunks of tokens in order, each reading the state of those before it.
+#pragma once
+#include "linear_attention_segments.h"
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+// What the rows of phi(q) S are multiplied with: 1 / (den + eps), 0 where there is no such number.
+template <class A, class Params>
+inline A row_factor(const Params& p, A den) {
+  if (!p.normalize) return A(p.scale);
+  const A factor = A(1) / (den + A(p.eps));
+  return den == A(0) || __builtin_isinf(factor) ? A(0) : factor;
+}
+
+// One thread's walk over the tokens of one key/value head: sum_{j <= i} (x_i.y_j) z_j, chunk by chunk. The
+// query heads of its group have a state each (`kinds` of them), or one together where neither decay nor an
+// initial state tells them apart. `Part` says what x, y and z are:
+//   read(b, hk, begin, count)  reads y and z
+//   emit(segment, h, begin, count, state, ordered)  reads x, writes results
+//   counted()                  the matrix whose rows are summed beside the state
+template <class T, class Derived>
+class Walk {
+ public:
+  int64_t kinds;
+  State<T>* states;
+
+  static int64_t kinds_of(const Problem<T>& problem) {
+    return problem.p.decay.data || problem.p.initial_kv.data ? problem.group : 1;
+  }
+  void clear() {
+    for (int64_t k = 0; k < kinds; ++k) states[k].clear();
+  }
+  // What the tokens of a segment add to the states (but its last chunk, unless `absorb_last`), and their
+  // results. `decays` [kinds], if given, becomes the decay over all of them.
+  void walk(const Segment& s, int64_t hk, bool emit, bool absorb_last, A<T>* decays) {
+    auto& self = static_cast<Derived&>(*this);
+    for (int64_t k = 0; k < kinds && decays; ++k) decays[k] = A<T>(1);
+    for (int64_t begin = s.begin; begin < s.end; begin += problem_.chunk) {
+      const int64_t count = min(problem_.chunk, s.end - begin);
+      const bool absorb = absorb_last || begin + count < s.end;
+      const int64_t rows = round_up(count, kUnit<T>);
+      self.read(s.b, hk, begin, count);
+      for (int64_t g = 0; g < problem_.group; ++g) {
+        const int64_t h = hk * problem_.group + g;
+        State<T>& state = states[kinds > 1 ? g : 0];
+        const bool last = kinds > 1 || g == problem_.group - 1;
+        if (!emit && !last) continue;
+        decay_.read(problem_, s.b, h, begin, count);
+        if (emit) {
+          if (kPairs<T> && (kinds > 1 || g == 0) && !state.zero) form(state.kv, state.kv.rows, kRight);
+          self.emit(s, h, begin, count, state, true);
+        }
+        if (!last || !absorb) continue;
+        form_left_t(y_, rows, decay_.scale_out());
+        const A<T> carry = state.zero ? A<T>(0) : decay_.total;
+        if (keep_z_) add_rows(self.counted(), rows, decay_.scale_out(), carry, state.z);
+        update_state(state, y_, z_, rows, carry);
+        if (decays) decays[kinds > 1 ? g : 0] *= decay_.total;
+      }
+    }
+  }
+  // Results of a segment whose rows all see the same state.
+  void look_up(const Segment& s, int64_t hk) {
+    auto& self = static_cast<Derived&>(*this);
+    if (kPairs<T>)
+      for (int64_t k = 0; k < kinds; ++k) form(states[k].kv, states[k].kv.rows, kRight);
+    for (int64_t begin = s.begin; begin < s.end; begin += problem_.chunk)
+      for (int64_t g = 0; g < problem_.group; ++g)
+        self.emit(s, hk * problem_.group + g, begin, min(problem_.chunk, s.end - begin),
+                  states[kinds > 1 ? g : 0], false);
+  }
+
+ protected:
+  // x [chunk, dx], y [chunk, dx], z [chunk, dz]
+  Walk(const Problem<T>& problem, Arena& arena, int64_t dx, int64_t dz, bool keep_z)
+      : problem_(problem), p_(problem.p), keep_z_(keep_z) {
+    decay_.take(arena, problem);
+    y_ = take_matrix<T>(arena, problem.chunk, dx, kRightT | kLeftT, decay_.on);
+    z_ = take_matrix<T>(arena, problem.chunk, dz, kRight);
+    weights_.take(arena, problem);
+    result_ = arena.take<A<T>>(problem.chunk * round_up(dz, kPanel<T>));
+    kinds = kinds_of(problem);
+    states = arena.take<State<T>>(kinds);
+    for (int64_t k = 0; k < kinds; ++k) states[k].take(arena, dx, dz, problem.d, kRight);
+  }
+  // Terms of x S.
+  int through_state(const Matrix<T>& x, const State<T>& state, bool ordered, Term<T>* terms) const {
+    if (state.zero) return 0;
+    return state_terms(x, state.kv.right, state.kv.right_low, state.kv.rows,
+                       ordered ? decay_.scale_into() : nullptr, terms);
+  }
+
+  const Problem<T>& problem_;
+  const LinearAttentionParams& p_;
+  Matrix<T> y_, z_;
+  Weights<T> weights_;
+  Decay<T> decay_;
+  A<T>* result_;
+  bool keep_z_;
+};
+
+// out: x, y and z are phi(q), phi(k) and v.
+template <class T>
+class Forward : public Walk<T, Forward<T>> {
+  using Base = Walk<T, Forward<T>>;
+  using Base::problem_, Base::p_, Base::y_, Base::z_, Base::weights_, Base::decay_, Base::result_;
+
+ public:
+  using Base::kinds, Base::states;
+
+  Forward(const Problem<T>& problem, Arena& arena)
+      : Base(problem, arena, problem.d, problem.dv, problem.p.normalize || problem.p.final_z.data) {
+    query_ = take_matrix<T>(arena, problem.chunk, problem.d, kLeft);
+    sums_ = arena.take<V<T>>(problem.chunk);
+    den_ = arena.take<A<T>>(problem.chunk);
+  }
+  void add_initial(int64_t n, int64_t h, State<T>& state) const {
+    if (p_.initial_kv.data) add_state(p_, p_.initial_kv, p_.initial_z, n, h, false, state);
+  }
+  void finish(int64_t n, int64_t hk) const {
+    if (!p_.final_kv.data) return;
+    for (int64_t g = 0; g < problem_.group; ++g)
+      write_state(p_, states[kinds > 1 ? g : 0], p_.final_kv, p_.final_z, n, hk * problem_.group + g);
+  }
+
+  const Matrix<T>& counted() const { return y_; }
+  void read(int64_t b, int64_t hk, int64_t begin, int64_t count) {
+    Rows<T> values(p_.value, b, hk, begin, count, p_.Dv), keys(p_.key, b, hk, begin, count, p_.D);
+    values.hide(p_.key_padding, b, begin);
+    keys.hide(p_.key_padding, b, begin);
+    const int64_t rows = fill<T, FeatureMap::identity>(values, z_);
+    with_map(p_.feature_map, [&]<FeatureMap kMap>() { fill<T, kMap>(keys, y_); });
+    form(z_, rows, kRight);
+    form(y_, rows, kRightT);
+  }
+  void emit(const Segment& s, int64_t h, int64_t begin, int64_t count, const State<T>& state, bool ordered) {
+    Rows<T> queries(p_.query, s.b, h, begin, count, p_.D);
+    queries.hide_blind(s, begin);
+    with_map(p_.feature_map, [&]<FeatureMap kMap>() { fill<T, kMap>(queries, query_); });
+    const int64_t rows = round_up(count, kUnit<T>);
+    form(query_, rows, kLeft);
+    Term<T> terms[3];
+    int all = Base::through_state(query_, state, ordered, terms);
+    if (ordered) {
+      multiply_weights(Part::lower, query_, y_, rows, weights_);
+      finish_weights<T, Part::lower>(weights_, rows, decay_, nullptr, nullptr,
+                                     p_.normalize ? sums_ : nullptr);
+      terms[all++] = {weights_.left, weights_.room, z_.right, z_.rows, rows, Part::lower};
+    }
+    Format<T>::multiply(rows, problem_.dv, terms, all, Part::all, A<T>(0), result_, problem_.chunk);
+    if (p_.normalize) denominators(s.b, h, begin, count, state, ordered);
+    write_rows(s.b, h, begin, count);
+  }
+
+ private:
+  // den = sum of weights + phi(q).z
+  void denominators(int64_t b, int64_t h, int64_t begin, int64_t count, const State<T>& state, bool ordered) {
+    for (int64_t first = 0; first < count; first += N<T>) {
+      V<T> rows[N<T>];
+      for (int i = 0; i < N<T>; ++i) {
+        V<T> sum{};
+        if (!state.zero)
+          for (int64_t c = 0; c < problem_.d; c += N<T>)
+            sum += load(at<T>(query_.natural, query_.rows, first + i, c)) * load(state.z + c);
+        if (ordered && decay_.on) sum = scaled<A<T>>(sum, decay_.into[first + i]);
+        rows[i] = ordered ? sum + sums_[first + i] : sum;
+      }
+      store(den_ + first, reduce_rows<A<T>>(rows));
+    }
+    std::memcpy(static_cast<A<T>*>(p_.den.data) + offset(p_.den, b, h, begin), den_,
+                size_t(count) * sizeof(A<T>));
+  }
+  void write_rows(int64_t b, int64_t h, int64_t begin, int64_t count) {
+    for (int64_t r = 0; r < count; ++r) {
+      const A<T> factor = p_.normalize ? row_factor(p_, den_[r]) : A<T>(p_.scale);
+      const bool empty = p_.normalize && factor == A<T>(0);
+      T* out = static_cast<T*>(p_.out.data) + offset(p_.out, b, h, begin + r);
+      for (int64_t c = 0; c < p_.Dv; c += N<T>) {
+        const V<T> x = load(at<T>(result_, problem_.chunk, r, c)) * factor;
+        store_row<A<T>>(out + c, 1, p_.Dv - c, empty ? V<T>{} : x);
+      }
+    }
+  }
+
+  Matrix<T> query_;
+  V<T>* sums_;
+  A<T>* den_;
+};
+
+// f(task, arena) with what a thread needs for it.
+template <class T, class F>
+inline void for_each_item(const Parallel& parallel, int64_t tasks, F&& f) {
+  for_each_task(parallel, tasks, [&](int64_t task, int) {
+    typename Format<T>::Configuration configuration;
+    Arena& arena = thread_arena();
+    Arena::Scope scope(arena);
+    f(task, arena);
+  });
+}
+
+template <class T>
+inline void forward(const LinearAttentionParams& p, const Parallel& parallel) {
+  if (p.H == 0 || p.N == 0) return;
+  const Problem<T> problem(p);
+  const std::vector<Segment> keys = problem.segments(p.S, parallel.threads);
+  const std::vector<Segment> queries = p.causal ? keys : problem.segments(p.L, parallel.threads);
+  const int64_t heads = p.Hkv, tasks = int64_t(keys.size()) * heads;
+  if (int64_t(keys.size()) == p.N && int64_t(queries.size()) == p.N) {
+    for_each_item<T>(parallel, tasks, [&](int64_t task, Arena& arena) {
+      const int64_t s = task / heads, hk = task % heads;
+      Forward<T> walk(problem, arena);
+      walk.clear();
+      for (int64_t k = 0; k < walk.kinds; ++k)
+        walk.add_initial(keys[s].n, hk * problem.group + k, walk.states[k]);
+      walk.walk(keys[s], hk, p.causal, p.final_kv.data || !p.causal, nullptr);
+      if (!p.causal) walk.look_up(queries[s], hk);
+      walk.finish(keys[s].n, hk);
+    });
+    return;
+  }
+  const int64_t kinds = Forward<T>::kinds_of(problem);
+  const SegmentStates<T> states(keys, heads, kinds, problem.d, problem.dv, problem.d);
+  for_each_item<T>(parallel, tasks, [&](int64_t task, Arena& arena) {
+    const int64_t s = task / heads, hk = task % heads;
+    if (p.causal && keys[s].last) return;
+    Forward<T> walk(problem, arena);
+    A<T>* decays = arena.take<A<T>>(kinds);
+    walk.clear();
+    walk.walk(keys[s], hk, false, true, decays);
+    for (int64_t k = 0; k < kinds; ++k) states.put(s, hk, k, walk.states[k], decays[k]);
+  });
+  states.carry(parallel, p.causal, false, [&](int64_t n, int64_t hk, int64_t kind, State<T>& state) {
+    if (p.initial_kv.data)
+      add_state(p, p.initial_kv, p.initial_z, n, hk * problem.group + kind, false, state);
+  });
+  for_each_item<T>(parallel, int64_t(queries.size()) * heads, [&](int64_t task, Arena& arena) {
+    const int64_t s = task / heads, hk = task % heads;
+    const Segment& segment = queries[s];
+    Forward<T> walk(problem, arena);
+    for (int64_t k = 0; k < kinds; ++k)
+      states.get(p.causal ? s : states.first_of(segment.n), hk, k, walk.states[k]);
+    if (p.causal)
+      walk.walk(segment, hk, true, segment.last && p.final_kv.data, nullptr);
+    else
+      walk.look_up(segment, hk);
+    if (segment.last) walk.finish(segment.n, hk);
+  });
+}
+
+}  // namespace
+}  // namespace fastattn::FASTATTN_ISA

@@ -1,0 +1,157 @@
+// What one call of linear attention asks for: its types, its sizes as padded for products, and the segments
+// of its sequences.
+#pragma once
+#include <vector>
+
+#include "linear_attention.h"
+#include "memory.h"
+#include "panels.h"
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+template <class T>
+struct FormatOf {
+  using type = PlainPanels<float>;
+};
+template <>
+struct FormatOf<double> {
+  using type = PlainPanels<double>;
+};
+#if defined(__AMX_BF16__)
+template <>
+struct FormatOf<bf16> {
+  using type = PairPanels;
+};
+#endif
+
+// The alphabet of these kernels. T is the dtype of query, key and value.
+template <class T>
+using Format = typename FormatOf<T>::type;  // how its products are formed
+template <class T>
+using E = typename Format<T>::Element;  // what products read
+template <class T>
+using A = typename Format<T>::Accumulator;  // what products are summed in; states, denominators
+template <class T>
+using V = Vec<A<T>>;  // N<T> of them
+template <class T>
+constexpr int N = kLanes<A<T>>;
+template <class T>
+constexpr int64_t kPanel = Format<T>::kPanel;
+template <class T>
+constexpr int64_t kUnit = Format<T>::kUnit;  // rows and columns of operands are multiples of it
+template <class T>
+constexpr bool kPairs = !kSame<E<T>, A<T>>;
+
+template <class T>
+FASTATTN_INLINE Vec<Int<A<T>>> lane_index() {
+  Vec<Int<A<T>>> index;
+  for (int i = 0; i < N<T>; ++i) index[i] = i;
+  return index;
+}
+
+// Tokens [begin, end) of batch entry b, a piece of sequence n.
+struct Segment {
+  int64_t n, b, begin, end;
+  int64_t seen_from;  // queries before this token see neither a key nor an initial state
+  bool first, last;   // of its sequence
+};
+
+template <class T>
+struct Problem {
+  const LinearAttentionParams& p;
+  int64_t group;  // query heads per key/value head
+  int64_t d, dv;  // D and Dv as padded
+  int64_t chunk;  // tokens whose products with each other are formed, instead of through the state
+
+  explicit Problem(const LinearAttentionParams& params) : p(params) {
+    group = p.H / p.Hkv;
+    d = round_up(p.D, kUnit<T>);
+    dv = round_up(p.Dv, kUnit<T>);
+    chunk = 64;
+  }
+  // Elements of a state [rows, columns] in panels and of z behind it.
+  int64_t state_size(int64_t rows, int64_t columns) const { return rows * round_up(columns, kPanel<T>) + d; }
+  // The tokens of all sequences, cut into segments for as many threads as there are. One segment takes the
+  // state of the one before, which costs as much again as its share of the state: sequences are cut only
+  // where they are too few to occupy the threads.
+  std::vector<Segment> segments(int64_t length, int threads) const {
+    auto bounds = [&](int64_t n, int64_t& begin, int64_t& end) {
+      begin = p.cu_seqlens ? p.cu_seqlens[n] : 0;
+      end = p.cu_seqlens ? p.cu_seqlens[n + 1] : length;
+    };
+    int64_t longest = 0, all = 0;
+    for (int64_t n = 0; n < p.N; ++n) {
+      int64_t begin, end;
+      bounds(n, begin, end);
+      longest = max(longest, end - begin);
+      all += end - begin;
+    }
+    const double ideal = double(all) * double(p.Hkv) / threads;  // tokens per thread
+    const int64_t units = p.N * p.Hkv, rounds = (units + threads - 1) / threads;
+    const bool even = double(longest) * double(rounds) <= 1.3 * ideal || double(longest) * 4 <= ideal;
+    const int64_t span = even ? max(longest, 1) : max(round_up(int64_t(ideal / 4), chunk), 4 * chunk);
+    std::vector<Segment> all_segments;
+    for (int64_t n = 0; n < p.N; ++n) {
+      int64_t begin, end;
+      bounds(n, begin, end);
+      const int64_t b = p.cu_seqlens ? 0 : n, seen_from = first_seeing(b, begin, end);
+      const int64_t count = max(1, (end - begin + span - 1) / span);
+      for (int64_t s = 0; s < count; ++s)
+        all_segments.push_back(
+            {n, b, begin + s * span, min(begin + (s + 1) * span, end), seen_from, s == 0, s == count - 1});
+    }
+    return all_segments;
+  }
+
+ private:
+  // The first query of a sequence, tokens [begin, end) of batch entry b, that sees anything: by the masks
+  // alone.
+  int64_t first_seeing(int64_t b, int64_t begin, int64_t end) const {
+    if (p.initial_kv.data) return begin;
+    const int64_t keys_begin = p.cu_seqlens ? begin : 0, keys_end = p.cu_seqlens ? end : p.S;
+    int64_t key = keys_begin;
+    if (p.key_padding.data)
+      while (key < keys_end &&
+             !static_cast<const uint8_t*>(p.key_padding.data)[offset(p.key_padding, b, key)])
+        ++key;
+    return p.causal ? key : key < keys_end ? begin : end;
+  }
+};
+
+// The rows of one head of a (B, H, L, X) tensor.
+template <class T>
+struct Rows {
+  const T* data;
+  int64_t row, column;  // strides
+  int64_t count, columns;
+  int64_t blind = 0;               // rows before this one read as zero
+  const uint8_t* shown = nullptr;  // and so do rows where this is 0, and those where factor is 0
+  int64_t shown_step = 0;
+  const A<T>* factor = nullptr;
+
+  Rows(const View& view, int64_t b, int64_t h, int64_t begin, int64_t count, int64_t columns)
+      : data(static_cast<const T*>(view.data) + offset(view, b, h, begin)),
+        row(view.stride[2]),
+        column(view.stride[3]),
+        count(count),
+        columns(columns) {}
+  Rows& hide(const View& padding, int64_t b, int64_t begin) {
+    if (padding.data) {
+      shown = static_cast<const uint8_t*>(padding.data) + offset(padding, b, begin);
+      shown_step = padding.stride[1];
+    }
+    return *this;
+  }
+  // Queries of a segment, or what belongs to them: those that see nothing may hold anything.
+  Rows& hide_blind(const Segment& s, int64_t begin) {
+    blind = s.seen_from - begin;
+    return *this;
+  }
+  bool is_shown(int64_t r) const {
+    return r >= blind && r < count && (!shown || shown[r * shown_step]) && (!factor || factor[r] != A<T>(0));
+  }
+};
+
+}  // namespace
+}  // namespace fastattn::FASTATTN_ISA

@@ -1,0 +1,116 @@
+// States in the tensors of a call and between the segments of a sequence.
+#pragma once
+#include "linear_attention_chunk.h"
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+// Adds sequence n, head h of a (N, H, D, Dv) tensor and its z, or the transpose, to a state.
+template <class T>
+inline void add_state(const LinearAttentionParams& p, const View& kv, const View& z, int64_t n, int64_t h,
+                      bool transposed, State<T>& state) {
+  const Matrix<T>& m = state.kv;
+  state.zero = false;
+  if (kv.data)
+    for (int64_t r = 0; r < (transposed ? p.Dv : p.D); ++r) {
+      const A<T>* row =
+          static_cast<const A<T>*>(kv.data) + offset(kv, n, h) + r * kv.stride[transposed ? 3 : 2];
+      const int64_t step = kv.stride[transposed ? 2 : 3], columns = transposed ? p.D : p.Dv;
+      for (int64_t c = 0; c < columns; c += N<T>) {
+        A<T>* to = at<T>(m.natural, m.rows, r, c);
+        store(to, load(to) + load_row<A<T>>(row + c * step, step, columns - c));
+      }
+    }
+  if (z.data)
+    for (int64_t d = 0; d < p.D; ++d) state.z[d] += static_cast<const A<T>*>(z.data)[offset(z, n, h, d)];
+}
+template <class T>
+inline void write_state(const LinearAttentionParams& p, const State<T>& state, const View& kv, const View& z,
+                        int64_t n, int64_t h) {
+  for (int64_t d = 0; d < p.D; ++d) {
+    A<T>* row = static_cast<A<T>*>(kv.data) + offset(kv, n, h, d);
+    for (int64_t c = 0; c < p.Dv; c += N<T>)
+      store_row<A<T>>(row + c, 1, p.Dv - c, load(at<T>(state.kv.natural, state.kv.rows, d, c)));
+    static_cast<A<T>*>(z.data)[offset(z, n, h, d)] = state.z[d];
+  }
+}
+
+// What every segment of every key/value head adds to its states, of which a head has `kinds`; then the state
+// that a segment starts from, or where order does not matter the state of the whole sequence.
+template <class T>
+class SegmentStates {
+ public:
+  SegmentStates(const std::vector<Segment>& segments, int64_t heads, int64_t kinds, int64_t rows,
+                int64_t columns, int64_t z_columns)
+      : segments_(segments),
+        heads_(heads),
+        kinds_(kinds),
+        rows_(rows),
+        columns_(columns),
+        z_columns_(z_columns),
+        size_(rows * round_up(columns, kPanel<T>) + z_columns),
+        data_(int64_t(segments.size()) * heads * kinds * (size_ + 1)) {}
+
+  void put(int64_t segment, int64_t head, int64_t kind, const State<T>& state, A<T> decay) const {
+    A<T>* to = at(segment, head, kind);
+    std::memcpy(to, state.kv.natural, size_t(size_) * sizeof(A<T>));
+    to[size_] = decay;
+  }
+  int64_t first_of(int64_t n) const {
+    int64_t s = 0;
+    while (segments_[s].n != n) ++s;
+    return s;
+  }
+  int64_t last_of(int64_t n) const {
+    int64_t s = int64_t(segments_.size()) - 1;
+    while (segments_[s].n != n) --s;
+    return s;
+  }
+  void get(int64_t segment, int64_t head, int64_t kind, State<T>& state) const {
+    std::memcpy(state.kv.natural, at(segment, head, kind), size_t(size_) * sizeof(A<T>));
+    state.zero = false;
+  }
+  // start(n, head, kind, state) adds what comes before the first segment, or behind the last one in reverse.
+  // In order, what the last segment of a sequence adds is not read. Without order all of them together get
+  // one state, that of the first.
+  template <class Start>
+  void carry(const Parallel& parallel, bool ordered, bool reverse, Start&& start) const {
+    for_each_task(parallel, heads_ * kinds_, [&](int64_t task, int) {
+      Arena& arena = thread_arena();
+      Arena::Scope scope(arena);
+      State<T> running;
+      running.take(arena, rows_, columns_, z_columns_, 0);
+      const int64_t head = task / kinds_, kind = task % kinds_, count = int64_t(segments_.size());
+      int64_t first = 0;
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t s = reverse ? count - 1 - i : i;
+        const bool begins = reverse ? segments_[s].last : segments_[s].first;
+        const bool ends = reverse ? segments_[s].first : segments_[s].last;
+        if (begins) {
+          first = s;
+          running.clear();
+          start(segments_[s].n, head, kind, running);
+        }
+        A<T>*local = at(s, head, kind), *sum = running.kv.natural;
+        for (int64_t x = 0; x < size_; ++x) {
+          const A<T> before = sum[x];
+          if (!ordered || !ends)
+            sum[x] = (local[size_] == A<T>(0) ? A<T>(0) : before * local[size_]) + local[x];
+          if (ordered) local[x] = before;
+        }
+        if (!ordered && ends) put(first, head, kind, running, A<T>(1));
+      }
+    });
+  }
+
+ private:
+  A<T>* at(int64_t segment, int64_t head, int64_t kind) const {
+    return data_.data() + ((segment * heads_ + head) * kinds_ + kind) * (size_ + 1);
+  }
+  const std::vector<Segment>& segments_;
+  int64_t heads_, kinds_, rows_, columns_, z_columns_, size_;
+  Buffer<A<T>> data_;
+};
+
+}  // namespace
+}  // namespace fastattn::FASTATTN_ISA
