@@ -85,7 +85,7 @@ COMPILED = {
 }
 # Tracing the reference takes seconds each time, and each number of chunks is traced anew: one case.
 CHOICES = [("cpu", name, None) for name in COMPILED]
-CHOICES += [("cpu", "plain", True), ("cpu", "options", True), ("reference", "plain", None)]
+CHOICES += [("cpu", "options", True), ("reference", "plain", None)]
 
 
 @pytest.mark.parametrize("impl, name, dynamic", CHOICES)
