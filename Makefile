@@ -5,6 +5,8 @@
 # build of several GB: `make test TORCH=torch`.
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
+# Test processes. Most of the time goes to single-threaded Python, so that two of them take hardly more than half.
+JOBS ?= 2
 # Pinned: another version formats differently.
 LINTERS := ruff==0.17.5 clang-format==23.1.3
 # Threads that wait spin by default, which costs tests a lot when cores are shared.
@@ -16,7 +18,7 @@ SOURCES := setup.py pyproject.toml $(wildcard csrc/*/*)
 .PHONY: demo test bench lint format clean
 
 test: .venv/installed
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -n $(JOBS) --dist worksteal
 
 demo: .venv/installed
 	$(BIN)/python examples/train_language_model.py
