@@ -19,11 +19,7 @@ inline Tensor allocate_index(bool wide, const int64_t* size, int64_t dim) {
     stride[i] = next;
     next *= std::max<int64_t>(size[i], 1);
   }
-  AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(dim, size, stride, wide ? aoti_torch_dtype_int64() : aoti_torch_dtype_int32(),
-                               aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
+  return allocate_strided(dim, size, stride, wide ? aoti_torch_dtype_int64() : aoti_torch_dtype_int32());
 }
 
 inline Tensor as_contiguous(const Tensor& tensor) {

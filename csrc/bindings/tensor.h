@@ -128,11 +128,19 @@ inline View output_view(const Tensor& tensor) {
   return v;
 }
 
-inline Tensor allocate(DType dtype, std::initializer_list<int64_t> size, const int64_t* stride) {
+inline Tensor allocate_strided(int64_t dim, const int64_t* size, const int64_t* stride, int32_t dtype) {
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      int64_t(size.size()), size.begin(), stride, code_of(dtype), aoti_torch_device_type_cpu(), 0, &handle));
+  if (aoti_torch_empty_strided(dim, size, stride, dtype, aoti_torch_device_type_cpu(), 0, &handle) !=
+      AOTI_TORCH_SUCCESS) {
+    std::string shape;
+    for (int64_t i = 0; i < dim; ++i) shape += (i ? ", " : "") + std::to_string(size[i]);
+    STD_TORCH_CHECK(false, "there is no memory for a tensor of shape (", shape, ")");
+  }
   return Tensor(handle);
+}
+
+inline Tensor allocate(DType dtype, std::initializer_list<int64_t> size, const int64_t* stride) {
+  return allocate_strided(int64_t(size.size()), size.begin(), stride, code_of(dtype));
 }
 
 inline Tensor allocate_contiguous(DType dtype, const int64_t* size, int64_t dim) {
@@ -141,10 +149,7 @@ inline Tensor allocate_contiguous(DType dtype, const int64_t* size, int64_t dim)
     stride[i] = next;
     next *= std::max<int64_t>(size[i], 1);
   }
-  AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(dim, size, stride, code_of(dtype), aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
+  return allocate_strided(dim, size, stride, code_of(dtype));
 }
 
 inline Tensor allocate_contiguous(DType dtype, std::initializer_list<int64_t> size) {
@@ -154,11 +159,7 @@ inline Tensor allocate_contiguous(DType dtype, std::initializer_list<int64_t> si
 // As empty_like, but without a call through the dispatcher where that only copies a contiguous shape.
 inline Tensor allocate_like(const Tensor& tensor) {
   if (!tensor.is_contiguous()) return torch::stable::empty_like(tensor);
-  AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(tensor.dim(), tensor.sizes().data(),
-                                                         tensor.strides().data(), dtype_code(tensor),
-                                                         aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
+  return allocate_strided(tensor.dim(), tensor.sizes().data(), tensor.strides().data(), dtype_code(tensor));
 }
 
 // Converts where needed; a tensor that already has the dtype is returned as it is.
