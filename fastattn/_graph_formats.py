@@ -5,6 +5,7 @@ from torch import Tensor
 
 from fastattn.graph import (
     Compressed,
+    Ends,
     check_ends,
     check_range,
     index_dtype,
@@ -17,11 +18,11 @@ from fastattn.graph import (
 __all__ = ["of_edge_index", "of_matrix"]
 
 Parts = tuple[int, int, Compressed, Compressed | None]
-_ENDS = ("the column indices", "the row indices")
+_ENDS = Ends("the column indices", "the row indices")
 _LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo)
 
 
-def of_matrix(matrix) -> Parts:
+def of_matrix(matrix, name: str = "matrix") -> Parts:
     """num_src, num_dst, the edges by target and, where it costs nothing, by source."""
     if is_pyg_edge_index(matrix):
         return of_edge_index(matrix, None, None)
@@ -34,8 +35,8 @@ def of_matrix(matrix) -> Parts:
     if hasattr(matrix, "format") and hasattr(matrix, "tocsr"):
         return _of_scipy(matrix)
     raise TypeError(
-        "expected a Graph, an edge_index, a sparse matrix of torch, scipy or torch_sparse, or a DGL graph, "
-        f"got {type(matrix).__name__}"
+        f"{name} must be a Graph, an edge_index, a sparse matrix of torch, scipy or torch_sparse, or a DGL "
+        f"graph, got {type(matrix).__name__}"
     )
 
 

@@ -16,6 +16,7 @@ from fastattn.ops._common import is_watched, library
 __all__ = ["Compressed", "Graph", "as_graph", "transposed"]
 
 _INDEX_DTYPES = (torch.int64, torch.int32)
+_SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 # SymInt, so that one compilation serves every number of nodes.
 library.define(
@@ -111,11 +112,15 @@ def _plain() -> ExitStack:
     return stack
 
 
+# One row pointer more than there are nodes is still a number of bytes that fits into int64.
+_LARGEST_SIZE = 2**60 - 2
+
+
 def compress(row: Tensor, col: Tensor, num_rows: int, num_cols: int) -> Compressed:
     """Groups edges by ``row``, stably, so that the edges of a row keep the caller's order."""
     rowptr, sorted_col, perm = torch.ops.fastattn.graph_csr(row, col, num_rows, num_cols)
-    # A tracer cannot decide by values, and loses nothing but a little speed.
-    if not is_compiling() and not is_watched() and bool((row[1:] >= row[:-1]).all()):
+    # A tracer cannot decide by values, and loses nothing but a little speed; meta tensors have none.
+    if not is_compiling() and not is_watched() and not row.is_meta and bool((row[1:] >= row[:-1]).all()):
         return Compressed(rowptr, sorted_col, None)
     return Compressed(rowptr, sorted_col, perm)
 
@@ -206,7 +211,7 @@ class Graph:
         self._derived: dict[object, object] = {}
 
     @staticmethod
-    def _of_edges(src: Tensor, dst: Tensor, num_src: int | None, num_dst: int | None, names=None) -> Graph:
+    def _of_edges(src: Tensor, dst: Tensor, num_src: int | None, num_dst: int | None, names: Ends) -> Graph:
         with _plain():
             return _make(*of_edges(src, dst, num_src, num_dst, names))
 
@@ -344,29 +349,41 @@ def _make(num_src: int, num_dst: int, csr: Compressed, csc: Compressed | None = 
     return graph
 
 
-def of_edges(src: Tensor, dst: Tensor, num_src: int | None, num_dst: int | None, names=None):
-    """The parts of a graph from its edges: both sizes, and the edges by target. None sizes are inferred.
+class Ends(NamedTuple):
+    """What error messages call the two ends of edges, and the nodes there."""
 
-    ``names`` are what error messages call both ends.
-    """
+    source: str = "edge_index[0] (sources)"
+    target: str = "edge_index[1] (targets)"
+    sources: str = "source nodes"
+    targets: str = "target nodes"
+
+
+_EDGE_INDEX = Ends()
+
+
+def of_edges(src: Tensor, dst: Tensor, num_src: int | None, num_dst: int | None, names: Ends = _EDGE_INDEX):
+    """The parts of a graph from its edges: both sizes, and the edges by target. None sizes are inferred."""
     num_src, num_dst = of_sizes(src, dst, num_src, num_dst)
     try:
         csr = compress(dst, src, num_dst, num_src)
     except (RuntimeError, ValueError):
-        # Where it is a number out of range, say so in the caller's words.
+        # Where it is a number out of range or too large, say so in the caller's words.
         check_ends(src, dst, num_src, num_dst, names)
+        _check_size(f"the largest of {names.source} plus one", num_src)
+        _check_size(f"the largest of {names.target} plus one", num_dst)
         raise
     return num_src, num_dst, csr
 
 
-def check_ends(src: Tensor, dst: Tensor, num_src: int, num_dst: int, names=None) -> None:
-    source, target = names or ("edge_index[0] (sources)", "edge_index[1] (targets)")
-    check_range(source, src, num_src, "source nodes")
-    check_range(target, dst, num_dst, "target nodes")
+def check_ends(src: Tensor, dst: Tensor, num_src: int, num_dst: int, names: Ends = _EDGE_INDEX) -> None:
+    check_range(names.source, src, num_src, names.sources)
+    check_range(names.target, dst, num_dst, names.targets)
 
 
 def of_sizes(src: Tensor, dst: Tensor, num_src: int | None, num_dst: int | None) -> tuple[int, int]:
     """Infers the sizes that are None from the largest number; both from either end where both are None."""
+    if src.is_meta and (num_src is None or num_dst is None):
+        raise RuntimeError("the numbers of nodes cannot be read from a meta tensor: give num_nodes or size")
 
     def size(index: Tensor) -> int:
         return max(int(index.max()) + 1, 0) if index.shape[0] else 0
@@ -385,8 +402,9 @@ def is_pyg_edge_index(edge_index) -> bool:
 def _check_index(name: str, index, dims: int) -> None:
     if not isinstance(index, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(index).__name__}")
-    if index.layout != torch.strided:
-        raise RuntimeError(f"{name} must be a dense tensor, got layout {index.layout}")
+    if index.is_nested or index.layout != torch.strided:
+        what = "a nested one" if index.is_nested else f"layout {index.layout}"
+        raise RuntimeError(f"{name} must be a dense tensor, got {what}")
     if index.dtype not in _INDEX_DTYPES:
         raise RuntimeError(f"{name} must be int64 or int32, got {index.dtype}")
     if index.dim() != dims:
@@ -394,7 +412,7 @@ def _check_index(name: str, index, dims: int) -> None:
 
 
 def _check_edge_index(edge_index) -> None:
-    if isinstance(edge_index, Tensor) and edge_index.layout != torch.strided:
+    if isinstance(edge_index, Tensor) and edge_index.layout in _SPARSE_LAYOUTS:
         raise RuntimeError(
             f"edge_index must be a dense (2, E) tensor, got layout {edge_index.layout}: use Graph.from_sparse"
         )
@@ -409,9 +427,15 @@ def _check_edge_index(edge_index) -> None:
 def _check_size(name: str, size) -> int:
     if isinstance(size, bool) or not (isinstance(size, (int, torch.SymInt)) or hasattr(size, "__index__")):
         raise TypeError(f"{name} must be an integer, got {size!r}")
-    size = size if isinstance(size, (int, torch.SymInt)) else size.__index__()
+    if not isinstance(size, (int, torch.SymInt)):
+        try:
+            size = size.__index__()
+        except TypeError:  # a tensor that holds no integer, or several
+            raise TypeError(f"{name} must be an integer, got {size!r}") from None
     if size < 0:
         raise ValueError(f"{name} must not be negative, got {size}")
+    if size > _LARGEST_SIZE:
+        raise ValueError(f"{name} must be at most {_LARGEST_SIZE}, got {size}")
     return size
 
 
@@ -442,7 +466,10 @@ def as_graph(graph, num_src: int, num_dst: int | None = None, *, name: str = "x"
         size = (num_src if known[0] is None else known[0], num_dst if known[1] is None else known[1])
         graph = Graph(graph, size=size)
     elif not isinstance(graph, Graph):
-        graph = Graph.from_sparse(graph)
+        from fastattn._graph_formats import of_matrix
+
+        with _plain():
+            graph = _make(*of_matrix(graph, "graph"))
     if graph.num_src != num_src:
         raise RuntimeError(f"{name} has {num_src} rows, the graph {graph.num_src} source nodes")
     if num_dst is not None and graph.num_dst != num_dst:

@@ -288,6 +288,9 @@ def test_caches_of_pyg_edge_index_are_used():
 # Errors
 
 
+NESTED = torch.nested.nested_tensor([EDGES[0], EDGES[1]], layout=torch.jagged)
+
+
 @pytest.mark.parametrize("arguments, error, message", (
     (([[0], [1]],), TypeError, "edge_index must be a Tensor, got list"),
     ((EDGES.float(),), RuntimeError, "edge_index must be int64 or int32, got torch.float32"),
@@ -300,6 +303,12 @@ def test_caches_of_pyg_edge_index_are_used():
     ((EDGES - 1,), ValueError, r"edge_index\[0\] \(sources\) holds -1: source nodes are numbered from 0"),
     ((EDGES - 1, 5), ValueError, r"holds -1"),
     ((EDGES + 2**32, 5), ValueError, r"holds 4294967300"),
+    ((EDGES.to("meta"),), RuntimeError, "cannot be read from a meta tensor: give num_nodes or size"),
+    ((NESTED,), RuntimeError, "edge_index must be a dense tensor, got a nested one"),
+    ((EDGES + (2**63 - 5),), ValueError, rf"\(sources\) plus one must be at most {2**60 - 2}, got {2**63}"),
+    ((EDGES, 2**45), RuntimeError, "no memory for a tensor of shape|allocate memory"),
+    ((EDGES, 2**64), ValueError, f"num_nodes must be at most {2**60 - 2}, got {2**64}"),
+    ((EDGES, torch.tensor(4.5)), TypeError, r"num_nodes must be an integer, got tensor\(4.5"),
     ((EDGES, -1), ValueError, "num_nodes must not be negative, got -1"),
     ((EDGES, 5.0), TypeError, "num_nodes must be an integer, got 5.0"),
     ((EDGES, True), TypeError, "num_nodes must be an integer, got True"),
@@ -346,7 +355,7 @@ def test_errors_of_sparse_matrices():
         (A.to_sparse_bsr((2, 2)), RuntimeError, "CSR, CSC or COO layout, got torch.sparse_bsr"),
         (batch.to_sparse(), RuntimeError, r"two sparse dimensions, got \(2, 4, 4\)"),
         (batch.to_sparse_csr(), RuntimeError, r"two sparse dimensions, got \(2, 4, 4\)"),
-        ([1, 2], TypeError, "expected a Graph, an edge_index, .* got list"),
+        ([1, 2], TypeError, "matrix must be a Graph, an edge_index, .* got list"),
     ):
         with pytest.raises(error, match=message):
             Graph.from_sparse(wrong)
@@ -478,3 +487,13 @@ def test_op_passes_opcheck(E):
     torch.library.opcheck(torch.ops.fastattn.graph_csr, (row, col, 5, 5))
     rowptr = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(row, minlength=5).cumsum(0)])
     torch.library.opcheck(torch.ops.fastattn.graph_checked_csr, (rowptr, col, 5))
+
+
+def test_meta_tensors_have_sizes_only():
+    graph = Graph(EDGES.to("meta"), 5)
+    assert graph.num_edges == EDGES.shape[1] and graph.colptr.shape == (6,) and graph.col.is_meta
+    x = torch.zeros(5, 3, device="meta", requires_grad=True)
+    for edges in (graph, EDGES.to("meta")):
+        out = fastattn.aggregate(x, edges, "max")
+        assert out.is_meta and out.shape == (5, 3)
+        assert torch.autograd.grad(out.sum(), x)[0].shape == (5, 3)

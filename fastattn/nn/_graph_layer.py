@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastattn._choose import Request, choose
-from fastattn.graph import Compressed, Graph, _make, _plain, as_graph, is_pyg_edge_index
+from fastattn.graph import Compressed, Graph, _check_sizes, _make, _plain, as_graph, is_pyg_edge_index
 from fastattn.ops import _aggregation_autograd as fused
 from fastattn.reference import aggregation as reference
 
@@ -90,6 +90,7 @@ def remembered(given, parts: tuple[Tensor, ...], num_src: int, num_dst: int | No
         or _are_functorch_transforms_active()
         or _len_torch_dispatch_stack() > 0
         or _get_tracing_state() is not None
+        or parts[0].is_meta
     ):
         return as_graph(given, num_src, num_dst)
     found = _remembered.get(given)
@@ -214,11 +215,20 @@ def as_pair(x: Tensor | Pair) -> Pair:
     return x_src, x_dst
 
 
-def sizes_of(x_src: Tensor, x_dst: Tensor | None, size) -> tuple[int, int | None]:
+def number_of_nodes(layer: str, x) -> int:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{layer}: x must be a Tensor, got {type(x).__name__}")
+    if x.dim() < 2:
+        raise ValueError(f"{layer}: x must be (..., N, F), got {tuple(x.shape)}")
+    return x.shape[-2]
+
+
+def sizes_of(layer: str, x_src: Tensor, x_dst: Tensor | None, size) -> tuple[int, int | None]:
     """Numbers of source and target nodes; the latter None where neither features nor ``size`` tell."""
-    num_src = x_src.shape[-2]
-    num_dst = None if x_dst is None else x_dst.shape[-2]
+    num_src = number_of_nodes(layer, x_src)
+    num_dst = None if x_dst is None else number_of_nodes(layer, x_dst)
     if size is not None:
+        size = _check_sizes(None, size)
         for name, given, found in zip(("source", "target"), size, (num_src, num_dst), strict=True):
             if given is not None and found is not None and given != found:
                 raise ValueError(f"size says {given} {name} nodes, x has {found}")

@@ -26,6 +26,7 @@ from fastattn.nn._graph_layer import (
     self_loops,
     sizes_of,
 )
+from fastattn.ops._common import number
 from fastattn.ops.aggregation import aggregate
 from fastattn.ops.graph_attention import gat_attention, gatv2_attention, graph_attention
 
@@ -169,7 +170,7 @@ class GATConv(nn.Module):
         """
         H, C = self.heads, self.out_channels
         x_src, x_dst = _flat_pair(x, "GATConv")
-        num_src, num_dst = sizes_of(x_src, x_dst, size)
+        num_src, num_dst = sizes_of("GATConv", x_src, x_dst, size)
         given = adjacency(edge_index, num_src, num_dst)
         _check_returned("GATConv", given, return_attention_weights)
         residual = None if self.res is None or x_dst is None else self.res(x_dst)
@@ -186,7 +187,8 @@ class GATConv(nn.Module):
             (alpha_src,) = head_scores(source, self.att_src)
             (alpha_dst,) = (None,) if target is None else head_scores(target, self.att_dst)
 
-        count = min(num_src, given.graph.num_dst) if size is None or None in size else min(size)
+        sizes = () if size is None else tuple(size)
+        count = min(num_src, given.graph.num_dst) if not sizes or None in sizes else min(sizes)
         graph, edge_attr = _edges(self, "GATConv", given, edge_attr, count)
         alpha_edge = None if edge_attr is None else edge_scores(self.lin_edge, self.att_edge, edge_attr)
         found = gat_attention(
@@ -303,7 +305,7 @@ class GATv2Conv(nn.Module):
         x_src, x_dst = _flat_pair(x, "GATv2Conv")
         if x_dst is None:
             raise ValueError("GATv2Conv needs the features of the targets, got x = (x_src, None)")
-        num_src, num_dst = sizes_of(x_src, x_dst, None)
+        num_src, num_dst = sizes_of("GATv2Conv", x_src, x_dst, None)
         given = adjacency(edge_index, num_src, num_dst)
         _check_returned("GATv2Conv", given, return_attention_weights)
         residual = None if self.res is None else self.res(x_dst)
@@ -448,7 +450,7 @@ class GraphTransformerConv(nn.Module):
         x_src, x_dst = _flat_pair(x, "GraphTransformerConv")
         if x_dst is None:
             raise ValueError("GraphTransformerConv needs the features of the targets, got x = (x_src, None)")
-        given = adjacency(edge_index, *sizes_of(x_src, x_dst, None))
+        given = adjacency(edge_index, *sizes_of("GraphTransformerConv", x_src, x_dst, None))
         _check_returned("GraphTransformerConv", given, returned)
         graph = given.graph
         edge_attr = _edge_attr(self, "GraphTransformerConv", given, edge_attr)
@@ -521,7 +523,7 @@ def _check_attention(layer, in_channels, out_channels, heads, edge_dim, dropout)
     check_channels(layer, "heads", heads)
     if edge_dim is not None:
         check_channels(layer, "edge_dim", edge_dim)
-    if not 0.0 <= dropout <= 1.0:
+    if not 0.0 <= number("dropout", dropout) <= 1.0:
         raise ValueError(f"{layer}: dropout must be between 0 and 1, got {dropout}")
     return in_src, in_dst
 
@@ -581,9 +583,13 @@ def _edge_attr(layer, name: str, given: Adjacency, edge_attr: Tensor | None) -> 
         return None
     if layer.lin_edge is None:
         raise ValueError(f"edge_attr was given, but {name} was made without edge_dim")
+    if not isinstance(edge_attr, Tensor):
+        raise TypeError(f"edge_attr must be a Tensor, got {type(edge_attr).__name__}")
     if edge_attr.dim() == 1:
         edge_attr = edge_attr.unsqueeze(1)
-    if edge_attr.dim() != 2 or edge_attr.shape[0] != given.graph.num_edges:
+    # torch_geometric's lazy layers do not write down what they have inferred.
+    expected = layer.edge_dim if layer.edge_dim > 0 else edge_attr.shape[-1]
+    if edge_attr.shape != (given.graph.num_edges, expected):
         raise ValueError(
             f"edge_attr must be ({given.graph.num_edges}, {layer.edge_dim}), one row per edge, got "
             f"{tuple(edge_attr.shape)}"

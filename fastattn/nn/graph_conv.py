@@ -17,6 +17,7 @@ from fastattn.nn._graph_layer import (
     check_channels,
     check_options,
     glorot_,
+    number_of_nodes,
     pair_of_channels,
     plain_weight,
     self_loops,
@@ -143,7 +144,7 @@ class GCNConv(nn.Module):
     def _weighted_graph(self, x, edge_index, edge_weight) -> tuple[Graph, Tensor | None, str]:
         if self.cached and self._normalized is not None:
             return self._normalized
-        num_nodes = x.shape[-2]
+        num_nodes = number_of_nodes("GCNConv", x)
         given = adjacency(edge_index, num_nodes, num_nodes)
         graph, weight = given.graph, _edge_weight(given, edge_weight)
         if self.add_self_loops:
@@ -255,7 +256,7 @@ class SAGEConv(nn.Module):
             (..., N_dst, F_out).
         """
         x_src, x_dst = as_pair(x)
-        given = adjacency(edge_index, *sizes_of(x_src, x_dst, size))
+        given = adjacency(edge_index, *sizes_of("SAGEConv", x_src, x_dst, size))
         weight = _plain_weights(given, x_src)
         if self.project:
             x_src = self.lin(x_src).relu()
@@ -345,7 +346,7 @@ class GINConv(nn.Module):
             (..., N_dst, F_out).
         """
         x_src, x_dst = as_pair(x)
-        given = adjacency(edge_index, *sizes_of(x_src, x_dst, size))
+        given = adjacency(edge_index, *sizes_of("GINConv", x_src, x_dst, size))
         out = aggregate(x_src, given.graph, self.aggr, edge_weight=_plain_weights(given, x_src))
         if x_dst is not None:
             out = out + (1 + self.eps) * x_dst
@@ -423,7 +424,10 @@ class GatedGraphConv(nn.Module):
         Returns:
             (N, F_out).
         """
-        num_nodes, channels = x.shape
+        num_nodes = number_of_nodes("GatedGraphConv", x)
+        if x.dim() != 2:
+            raise ValueError(f"GatedGraphConv takes (N, F) features, got {tuple(x.shape)}")
+        channels = x.shape[1]
         if channels > self.out_channels:
             raise ValueError(f"x has {channels} features, GatedGraphConv only {self.out_channels}")
         given = adjacency(edge_index, num_nodes, num_nodes)
@@ -450,6 +454,8 @@ def _edge_weight(given: Adjacency, edge_weight: Tensor | None) -> Tensor | None:
         return values
     if given.kind != "edges":
         raise ValueError("edge_weight beside a sparse matrix: its own values are the weights")
+    if not isinstance(edge_weight, Tensor):
+        raise TypeError(f"edge_weight must be a Tensor, got {type(edge_weight).__name__}")
     if edge_weight.numel() != given.graph.num_edges:
         raise ValueError(
             f"edge_weight must be ({given.graph.num_edges},), one per edge, got {tuple(edge_weight.shape)}"

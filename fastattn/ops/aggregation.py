@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastattn._choose import KERNEL_DTYPES, Request, candidates, choose
-from fastattn.graph import Graph, as_graph
+from fastattn.graph import Ends, Graph, _check_size, as_graph
 from fastattn.ops import _aggregation_autograd as fused
 from fastattn.ops._common import autocast_dtype, needs_function
 from fastattn.reference import aggregation as reference
@@ -211,6 +211,7 @@ def _choice(x, graph, reduce="sum", *, edge_weight=None, impl="auto"):
 
 aggregate._choice = _choice
 
+_SEGMENTS = Ends("rows", "batch", "rows", "segments")
 _SEGMENT_REDUCES = tuple(name for name in _REDUCES if name not in ("sym", "both"))
 
 
@@ -229,17 +230,21 @@ def _segments(x, ptr, batch, num_segments) -> Graph:
         raise RuntimeError(
             f"{name} must be int64 or int32 with one dimension, got {index.dtype} {tuple(index.shape)}"
         )
+    if index.device != x.device:
+        raise RuntimeError(f"{name} is on {index.device}, x on {x.device}")
+    if num_segments is not None:
+        num_segments = _check_size("num_segments", num_segments)
     rows = torch.arange(N, dtype=index.dtype, device=index.device)
     if batch is None:
         if num_segments is not None and num_segments != index.shape[0] - 1:
             raise ValueError(f"num_segments is {num_segments}, ptr has {index.shape[0] - 1} segments")
         try:
             return Graph.from_csr(index, rows, num_src=N)
-        except ValueError as error:  # in the caller's words
-            raise ValueError(str(error).replace("rowptr", "ptr").replace("col ends", "x ends")) from None
+        except (ValueError, RuntimeError) as error:  # in the caller's words
+            raise type(error)(str(error).replace("rowptr", "ptr").replace("col ends", "x ends")) from None
     if index.shape[0] != N:
         raise RuntimeError(f"batch has {index.shape[0]} entries, x {N} rows")
-    return Graph._of_edges(rows, index, N, num_segments, ("rows", "batch"))
+    return Graph._of_edges(rows, index, N, num_segments, _SEGMENTS)
 
 
 def segment_reduce(
