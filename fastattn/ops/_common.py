@@ -152,6 +152,12 @@ def number(name: str, given) -> float:
             return float(given)
         except OverflowError:
             raise ValueError(f"{name} is too large: {given}") from None
+    if isinstance(given, Tensor) and given.requires_grad:
+        raise TypeError(
+            f"{name} must be a number, got a tensor that requires a gradient, which it cannot have"
+        )
+    if isinstance(given, (str, bytes, bytearray)):
+        raise TypeError(f"{name} must be a number, got {given!r}")
     try:
         return float(given)
     except (TypeError, ValueError, RuntimeError):
