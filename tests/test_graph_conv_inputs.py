@@ -286,6 +286,23 @@ def test_autocast(name, args, options):
     torch.testing.assert_close(out.float(), theirs(x, EDGES), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("name", ("GATConv", "GATv2Conv", "GraphTransformerConv"))
+def test_autocast_with_edge_attributes(name):
+    ours, theirs = layers(name, F_IN, F_OUT, heads=2, edge_dim=3, dtype=torch.float32)
+    x, attr = features(N, F_IN, dtype=torch.float32), features(E, 3, dtype=torch.float32).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = ours(x, EDGES, attr)
+    torch.testing.assert_close(out.float(), theirs(x, EDGES, attr), rtol=0.05, atol=0.05)
+    assert torch.autograd.grad(out.float().square().sum(), attr)[0].dtype == torch.float32
+
+
+def test_shapes_on_the_meta_device():
+    """Where nothing has to be known of the edges but their number."""
+    conv = fastattn.nn.GraphTransformerConv(F_IN, F_OUT, heads=2, edge_dim=3, device="meta")
+    x, attr = features(N, F_IN, dtype=torch.float32).to("meta"), torch.ones(E, 3, device="meta")
+    assert conv(x, EDGES.to("meta"), attr).shape == (N, 2 * F_OUT)
+
+
 @square
 def test_compiled(name, args, options):
     ours, _ = layers(name, *args, **options)
@@ -320,6 +337,7 @@ def test_compiled(name, args, options):
         (lambda: fastattn.nn.SAGEConv(4, 4, colour=3), TypeError, "colour"),
         (lambda: fastattn.nn.GATConv(4, 4, fill_value="mul", edge_dim=2), NotImplementedError, "'mul'"),
         (lambda: fastattn.nn.GATConv(4, 4, dropout=1.5), ValueError, "dropout"),
+        (lambda: fastattn.nn.GATConv(4, 4, dropout="0.5"), TypeError, "dropout must be a number"),
         (lambda: fastattn.nn.GATConv(4, 4, heads=0), ValueError, "heads must be positive"),
     ],
 )
@@ -354,10 +372,38 @@ X = torch.ones(N, F_IN)
         (lambda gcn, gat, tr: gat(X, EDGES, torch.ones(E, 2)), ValueError, "without edge_dim"),
         (lambda gcn, gat, tr: gat(X[None], EDGES), ValueError, r"\(N, F\)"),
         (lambda gcn, gat, tr: gat((X, X), EDGES, size=(N, 5)), ValueError, "5 target nodes, x has 9"),
+        (lambda gcn, gat, tr: gat(X, EDGES, size=9), TypeError, "size must be a pair .*, got 9"),
+        (lambda gcn, gat, tr: gat(X, EDGES, size=(N, N, 1)), TypeError, "size must be a pair"),
+        (
+            lambda gcn, gat, tr: gat(X, EDGES, size=(9.0, 9.0)),
+            TypeError,
+            r"size\[0\] must be an integer, got 9.0",
+        ),
         (lambda gcn, gat, tr: gat("x", EDGES), TypeError, "x must be a Tensor or a pair"),
         (lambda gcn, gat, tr: tr(X, EDGES), ValueError, "edge_attr is missing"),
         (lambda gcn, gat, tr: tr((X, None), EDGES), ValueError, "features of the targets"),
         (lambda gcn, gat, tr: tr(X, EDGES, torch.ones(4, 2)), ValueError, r"edge_attr must be \(13, 2\)"),
+        (lambda gcn, gat, tr: tr(X, EDGES, torch.ones(E, 3)), ValueError, r"edge_attr must be \(13, 2\)"),
+        (lambda gcn, gat, tr: tr(X, EDGES, [1.0]), TypeError, "edge_attr must be a Tensor, got list"),
+        (lambda gcn, gat, tr: tr(X, EDGES, torch.ones(E, 2).long()), RuntimeError, "edge_attr .* floating"),
+        (lambda gcn, gat, tr: tr(X, EDGES, torch.ones(E, 2).to_sparse()), RuntimeError, "edge_attr .* dense"),
+        (
+            lambda gcn, gat, tr: tr(X, EDGES, torch.ones(E, 2).double()),
+            RuntimeError,
+            "edge_attr is torch.float64",
+        ),
+        (
+            lambda gcn, gat, tr: tr(X, EDGES, torch.ones(E, 2, device="meta")),
+            RuntimeError,
+            "edge_attr is on meta",
+        ),
+        (
+            lambda gcn, gat, tr: fastattn.nn.GATv2Conv(F_IN, 4, edge_dim=3, fill_value=torch.ones(2))(
+                X, EDGES, torch.ones(E, 3)
+            ),
+            ValueError,
+            "fill_value must have one entry or 3",
+        ),
         (
             lambda gcn, gat, tr: gcn(X, torch.eye(N).to_sparse(), torch.ones(N)),
             ValueError,

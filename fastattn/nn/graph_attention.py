@@ -26,7 +26,7 @@ from fastattn.nn._graph_layer import (
     self_loops,
     sizes_of,
 )
-from fastattn.ops._common import number
+from fastattn.ops._common import autocast_dtype, number
 from fastattn.ops.aggregation import aggregate
 from fastattn.ops.graph_attention import gat_attention, gatv2_attention, graph_attention
 
@@ -462,7 +462,7 @@ class GraphTransformerConv(nn.Module):
         query = self.lin_query(x_dst).view(-1, H, C)
         key = self.lin_key(x_src).view(-1, H, C)
         value = self.lin_value(x_src).view(-1, H, C)
-        edges = None if edge_attr is None else _Edges(self.lin_edge, edge_attr, H, C)
+        edges = None if edge_attr is None else _Edges(self.lin_edge, edge_attr, H, C, query.dtype)
         found = graph_attention(
             query,
             key,
@@ -494,11 +494,15 @@ class _Edges:
     :math:`\sum w_e W f_e = W \sum w_e f_e`: what has to be multiplied by W belongs to nodes, not to edges.
     """
 
-    def __init__(self, layer: nn.Module, edge_attr: Tensor, H: int, C: int) -> None:
+    def __init__(self, layer: nn.Module, edge_attr: Tensor, H: int, C: int, dtype: torch.dtype) -> None:
         weight = plain_weight(layer)
         if weight is None or layer.bias is not None:
             self.weight, self.features = None, layer(edge_attr).view(-1, H, C)
         else:
+            if edge_attr.dtype != dtype:
+                if autocast_dtype(edge_attr) is None:
+                    raise RuntimeError(f"edge_attr is {edge_attr.dtype}, the queries are {dtype}")
+                edge_attr = edge_attr.to(dtype)  # as autocast would before it multiplies by the weight
             self.weight = weight.view(H, C, -1)
             self.features = edge_attr.unsqueeze(1).expand(-1, H, -1)
 
@@ -585,6 +589,12 @@ def _edge_attr(layer, name: str, given: Adjacency, edge_attr: Tensor | None) -> 
         raise ValueError(f"edge_attr was given, but {name} was made without edge_dim")
     if not isinstance(edge_attr, Tensor):
         raise TypeError(f"edge_attr must be a Tensor, got {type(edge_attr).__name__}")
+    if edge_attr.layout != torch.strided or not edge_attr.is_floating_point():
+        raise RuntimeError(
+            f"edge_attr must be dense and of a floating dtype, got {edge_attr.layout} of {edge_attr.dtype}"
+        )
+    if edge_attr.device != given.graph.device:
+        raise RuntimeError(f"edge_attr is on {edge_attr.device}, the edges are on {given.graph.device}")
     if edge_attr.dim() == 1:
         edge_attr = edge_attr.unsqueeze(1)
     # torch_geometric's lazy layers do not write down what they have inferred.
@@ -613,5 +623,10 @@ def _attr_of_loops(fill_value: float | Tensor | str, loops: SelfLoops, kept: Ten
     if isinstance(fill_value, str):
         return aggregate(kept, edges_as_sources(loops.without), fill_value)[: loops.count]
     if isinstance(fill_value, Tensor):
+        if fill_value.numel() not in (1, kept.shape[1]):
+            raise ValueError(
+                f"fill_value must have one entry or {kept.shape[1]}, as edge_attr, got "
+                f"{tuple(fill_value.shape)}"
+            )
         return fill_value.to(kept).expand(loops.count, kept.shape[1])
     return kept.new_full((loops.count, kept.shape[1]), fill_value)
