@@ -87,6 +87,8 @@ class Digits:
         self.known = torch.cat(known)
         self.hidden = torch.ones(len(labels), dtype=torch.bool)
         self.hidden[self.known] = False
+        if not self.hidden.any():
+            raise SystemExit(f"--labels {options.labels} makes every image known: none is left to classify")
 
     def accuracy(self, predicted: Tensor) -> float:
         """On the images whose label the models have not seen."""
@@ -231,7 +233,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for name in ("epochs", "neighbours", "labels", "hidden", "heads", "threads"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if options.images <= options.neighbours:
+        parser.error(f"--images must be more than the {options.neighbours} neighbours, got {options.images}")
+    if options.hidden % options.heads:
+        parser.error(f"--hidden must be a multiple of the {options.heads} heads, got {options.hidden}")
+    if not 0 <= options.dropout <= 1:
+        parser.error(f"--dropout must be between 0 and 1, got {options.dropout}")
+    if not 0 <= options.seed < 2**32 - options.epochs:
+        parser.error(f"--seed must be between 0 and 2**32 - epochs, got {options.seed}")
+    return options
 
 
 def main(arguments: list[str]) -> None:
@@ -273,7 +287,8 @@ def main(arguments: list[str]) -> None:
     print(f"\n{picture} written; {report['seconds']:.0f} s in total")
 
     for kind, found in reports.items() if convert else ():
-        if found["first_loss_difference"] > FIRST_EPOCH_BOUND or found["max_loss_difference"] > CURVE_BOUND:
+        first, largest = found["first_loss_difference"], found["max_loss_difference"]
+        if not (first <= FIRST_EPOCH_BOUND and largest <= CURVE_BOUND):  # a NaN is no agreement, either
             raise SystemExit(f"the loss curves of {kind} differ by more than rounding")
         if found["accuracy_after_conversion"] != found["accuracy"]["torch_geometric"]:
             raise SystemExit(f"the accuracy of {kind} is another one after the conversion")

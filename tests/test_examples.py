@@ -219,6 +219,31 @@ def test_digits_are_classified_without_torch_geometric(tmp_path):
     assert set(found["accuracy"]) == {"fastattn"} and found["loss"]["fastattn"][-1] < 3
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    (
+        "--epochs 0",
+        "--images 4",
+        "--hidden 7",
+        "--heads 0",
+        "--labels 0",
+        "--threads 0",
+        "--dropout 2",
+        "--seed -1",
+    ),
+)
+def test_digits_refuse_settings_before_they_train(wrong, capsys):
+    with pytest.raises(SystemExit):
+        load(GRAPH).parse([*TINY_GRAPH, *wrong.split()])
+    assert f"{wrong.split()[0]} must be" in capsys.readouterr().err
+
+
+def test_digits_need_images_without_a_label():
+    script = load(GRAPH)
+    with pytest.raises(SystemExit, match="--labels 1000 makes every image known"):
+        script.Digits(script.parse([*TINY_GRAPH, "--labels", "1000"]))
+
+
 def test_digits_stop_at_the_time_limit():
     script = load(GRAPH)
     options = script.parse([*TINY_GRAPH, "--time-limit", "0", "--kinds", "GCN"])
