@@ -68,7 +68,8 @@ struct Selection {
 
 // (B, N, H, F) of the dtype of x; kernels rely on it being contiguous.
 Tensor allocate_output(const AggregateParams& p) {
-  return allocate_contiguous(p.x.dtype, {p.B, p.graph.rows, p.H, p.F});
+  const int64_t bytes = p.x.dtype == DType::f64 ? 8 : p.x.dtype == DType::f32 ? 4 : 2;
+  return in_huge_pages(allocate_contiguous(p.x.dtype, {p.B, p.graph.rows, p.H, p.F}), bytes);
 }
 View contiguous_view(const Tensor& tensor, DType dtype) { return {tensor.data_ptr(), dtype, {0, 0, 0, 0}}; }
 
@@ -110,7 +111,7 @@ std::tuple<Tensor, Tensor> aggregate_max(const Tensor& x_, const Tensor& rowptr,
   fill_weight(p, edge_weight);
   p.minimum = minimum;
   Tensor out = allocate_output(p);
-  Tensor arg = allocate_index(p.graph.wide, out.sizes().data(), 4);
+  Tensor arg = in_huge_pages(allocate_index(p.graph.wide, out.sizes().data(), 4), p.graph.wide ? 8 : 4);
   p.out = contiguous_view(out, p.x.dtype);
   p.arg = arg.data_ptr();
   if (out.numel() > 0) aggregation_kernels().max(p, torch_parallel());

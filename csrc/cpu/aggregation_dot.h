@@ -37,7 +37,7 @@ struct Sums {
 template <class T, class I, int V, bool kSelected>
 void dot_tile(const DotTask<T>& t, const I* const* arg, const I* number, const Tile tile) {
   constexpr int kChains = V < 4 ? V : 4;
-  const int64_t ahead = edges_ahead<T>(tile), first = t.chunk.from.edge;
+  const int64_t ahead = edges_ahead<T>(V), first = t.chunk.from.edge;
   // Vectors overlap at the end of a row: lanes of the last two that an earlier one has do not count, nor do
   // those behind a row that is shorter than a vector.
   Vec<Int<A<T>>> counts[2];
@@ -109,12 +109,14 @@ void edge_dot(EdgeDotParams p, const Parallel& all) {
                         : point<I, I>(chunk, graph, args.plane(b, h), arg);
         const DotTask<T> t{chunk, p.F, rows.plane(b, h), source, dots + (p.per_head ? h : 0) * padded};
         if (arg) {
-          using Tiles = typename If<kUsual<T, I>, FewWidths, OneWidth>::type;
-          for_each_tile<T>(Tiles{}, p.F,
-                           [&](const Tile& tile, auto V) { dot_tile<T, I, V, true>(t, arg, number, tile); });
+          using Sizes = typename If<kUsual<T, I>, FewWidths, OneWidth>::type;
+          for_each_width<T>(Sizes{}, p.F, [&](const Tiles& tiles, auto V) {
+            for (int64_t i = 0; i < tiles.count; ++i) dot_tile<T, I, V, true>(t, arg, number, tiles.at<T>(i));
+          });
         } else {
-          for_each_tile<T>(typename WidthsOf<T>::type{}, p.F, [&](const Tile& tile, auto V) {
-            dot_tile<T, int32_t, V, false>(t, nullptr, nullptr, tile);
+          for_each_width<T>(typename WidthsOf<T>::type{}, p.F, [&](const Tiles& tiles, auto V) {
+            for (int64_t i = 0; i < tiles.count; ++i)
+              dot_tile<T, int32_t, V, false>(t, nullptr, nullptr, tiles.at<T>(i));
           });
         }
       }

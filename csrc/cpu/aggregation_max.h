@@ -67,35 +67,42 @@ FASTATTN_INLINE Vec<A<T>> message(const MaxTask<T, I>& t, const Tile& tile, int6
 }
 
 template <class T, class I, int V, bool kWeighted>
-__attribute__((noinline)) void max_tile(const MaxTask<T, I>& t, const Tile tile) {
-  const int64_t ahead = edges_ahead<T>(tile), first = t.chunk.from.edge;
-  for (RowCursor at(t.chunk.split, t.chunk.from, t.chunk.to); at.next();) {
-    Vec<A<T>> best[V]{};
-    Vec<Int<A<T>>> arg[V];
-    int64_t i = at.begin - first;
-    const int64_t end = at.end - first;
-    const Int<A<T>> start = i < end ? t.number[i] : -1;
-    for (int v = 0; v < V; ++v) arg[v] = Vec<Int<A<T>>>{} + start;
-    if (i < end) {
-      for (int v = 0; v < V; ++v) best[v] = message<T, I, V, kWeighted>(t, tile, i, v);
-    }
-    for (prefetch<V * N<T>>(t.source[i + ahead - 1] + tile.begin); ++i < end;) {
-      prefetch<V * N<T>>(t.source[i + ahead] + tile.begin);
-      for (int v = 0; v < V; ++v)
-        take_larger<A<T>>(best[v], arg[v], message<T, I, V, kWeighted>(t, tile, i, v), t.number[i]);
-    }
-    I* arg_row = t.arg + at.row * t.out_stride;
-    if (at.part == RowPart::whole) {
-      T* out_row = t.out + at.row * t.out_stride;
-      for (int v = 0; v < V; ++v)
-        store_features<V>(out_row + vector_at<V, T>(tile, v), t.F, kWeighted ? best[v] * t.sign : best[v]);
-    } else {
-      A<T>* part = at.part == RowPart::head ? t.head : t.tail;
-      arg_row = at.part == RowPart::head ? t.head_arg : t.tail_arg;
-      for (int v = 0; v < V; ++v) store_features<V>(part + vector_at<V, T>(tile, v), t.F, best[v]);
-    }
-    for (int v = 0; v < V; ++v) store_arg<V>(t, arg_row + vector_at<V, T>(tile, v), arg[v]);
+FASTATTN_INLINE void finish_max(const MaxTask<T, I>& t, const Tile& tile, int64_t row, RowPart part,
+                                const Vec<A<T>> (&best)[V], const Vec<Int<A<T>>> (&arg)[V]) {
+  I* arg_row = t.arg + row * t.out_stride;
+  if (part == RowPart::whole) {
+    T* out_row = t.out + row * t.out_stride;
+    for (int v = 0; v < V; ++v)
+      store_features<V>(out_row + vector_at<V, T>(tile, v), t.F, kWeighted ? best[v] * t.sign : best[v]);
+  } else {
+    A<T>* partial = part == RowPart::head ? t.head : t.tail;
+    arg_row = part == RowPart::head ? t.head_arg : t.tail_arg;
+    for (int v = 0; v < V; ++v) store_features<V>(partial + vector_at<V, T>(tile, v), t.F, best[v]);
   }
+  for (int v = 0; v < V; ++v) store_arg<V>(t, arg_row + vector_at<V, T>(tile, v), arg[v]);
+}
+
+template <class T, class I, int V, bool kWeighted>
+__attribute__((noinline)) void max_tiles(const MaxTask<T, I>& t, const Tiles tiles) {
+  const int64_t ahead = edges_ahead<T>(V), first = t.chunk.from.edge;
+  for (RowCursor at(t.chunk.split, t.chunk.from, t.chunk.to); at.next();)
+    for (int64_t k = 0; k < tiles.count; ++k) {
+      const Tile tile = tiles.at<T>(k);
+      Vec<A<T>> best[V]{};
+      Vec<Int<A<T>>> arg[V];
+      int64_t i = at.begin - first;
+      const int64_t end = at.end - first;
+      const Int<A<T>> start = i < end ? t.number[i] : -1;
+      for (int v = 0; v < V; ++v) arg[v] = Vec<Int<A<T>>>{} + start;
+      if (i < end)
+        for (int v = 0; v < V; ++v) best[v] = message<T, I, V, kWeighted>(t, tile, i, v);
+      for (prefetch<V * N<T>>(t.source[i + ahead - 1] + tile.begin); ++i < end;) {
+        prefetch<V * N<T>>(t.source[i + ahead] + tile.begin);
+        for (int v = 0; v < V; ++v)
+          take_larger<A<T>>(best[v], arg[v], message<T, I, V, kWeighted>(t, tile, i, v), t.number[i]);
+      }
+      finish_max<T, I, V, kWeighted>(t, tile, at.row, at.part, best, arg);
+    }
 }
 
 template <class T, class I>
@@ -150,12 +157,14 @@ void max_over_edges(AggregateMaxParams p, const Parallel& all) {
                             partial_arg.data() + head,
                             partial_arg.data() + tail};
       if (weighted) {
-        using Tiles = typename If<kUsual<T, I>, FewWidths, OneWidth>::type;
-        for_each_tile<T>(Tiles{}, p.F, [&](const Tile& tile, auto V) { max_tile<T, I, V, true>(t, tile); });
+        using Sizes = typename If<kUsual<T, I>, FewWidths, OneWidth>::type;
+        for_each_width<T>(Sizes{}, p.F,
+                          [&](const Tiles& tiles, auto V) { max_tiles<T, I, V, true>(t, tiles); });
       } else if constexpr (kUsual<T, I> && kFrequent<T>) {
         // A value and an edge number in registers for each vector.
-        using Tiles = typename If<kVectorRegisters == 32, AllWidths, Widths<1, 2, 4>>::type;
-        for_each_tile<T>(Tiles{}, p.F, [&](const Tile& tile, auto V) { max_tile<T, I, V, false>(t, tile); });
+        using Sizes = typename If<kVectorRegisters == 32, AllWidths, Widths<1, 2, 4>>::type;
+        for_each_width<T>(Sizes{}, p.F,
+                          [&](const Tiles& tiles, auto V) { max_tiles<T, I, V, false>(t, tiles); });
       }
     }
   });

@@ -88,19 +88,32 @@ FASTATTN_INLINE int64_t vector_at(const Tile& tile, int v) {
   return tile.begin + (v == V - 1 ? tile.last : v == V - 2 ? min(v * N<T>, tile.last) : v * N<T>);
 }
 
-// f(tile, std::integral_constant<int, its width>) for all tiles.
+// Tiles of one width beside each other. A row goes through all of them before the next row does: its
+// neighbours' memory pages, more than the processor keeps track of, are then looked up once.
+struct Tiles {
+  int64_t begin, width, last, count;  // `last` of the last of them
+  template <class T>
+  FASTATTN_INLINE Tile at(int64_t i) const {
+    return {begin + i * width * N<T>, width, i == count - 1 ? last : (width - 1) * N<T>};
+  }
+};
+
+// f(tiles, std::integral_constant<int, their width>) until they cover all features.
 template <class T, int... kWidth, class F>
-FASTATTN_INLINE void for_each_tile(Widths<kWidth...>, int64_t features, F&& f) {
+FASTATTN_INLINE void for_each_width(Widths<kWidth...>, int64_t features, F&& f) {
   const int64_t vectors = max((features + N<T> - 1) / N<T>, 1);
   for (int64_t first = 0; first < vectors;) {
-    const int64_t left = vectors - first, begin = first * N<T>;
+    const int64_t left = vectors - first;
     int64_t width = 1;
     ((width = left >= kWidth || (left + 1 == kWidth && left > 2) ? kWidth : width), ...);
-    const Tile tile{begin, width, min((width - 1) * N<T>, max(features - N<T>, 0) - begin)};
-    ((width == kWidth ? f(tile, std::integral_constant<int, kWidth>{}) : void()), ...);
-    first += width;
+    const int64_t count = max(left / width, 1), begin = first * N<T>,
+                  last_begin = begin + (count - 1) * width * N<T>;
+    const Tiles tiles{begin, width, min((width - 1) * N<T>, max(features - N<T>, 0) - last_begin), count};
+    ((width == kWidth ? f(tiles, std::integral_constant<int, kWidth>{}) : void()), ...);
+    first += count * width;
   }
 }
+
 // One of V vectors.
 template <int V, class T>
 FASTATTN_INLINE void store_features(T* p, int64_t features, Vec<A<T>> v) {
@@ -165,9 +178,9 @@ class Nodes {
 
 // How many edges ahead rows are fetched: about as many bytes as a core can have under way.
 template <class T>
-FASTATTN_INLINE int64_t edges_ahead(const Tile& tile) {
-  constexpr int64_t kBytes = 4096, kMost = 32, kLeast = 4;
-  return min(max(kBytes / (tile.width * N<T> * int64_t(sizeof(T))), kLeast), kMost);
+FASTATTN_INLINE int64_t edges_ahead(int64_t width) {
+  constexpr int64_t kBytes = 8192, kMost = 32, kLeast = 4;
+  return min(max(kBytes / (width * N<T> * int64_t(sizeof(T))), kLeast), kMost);
 }
 constexpr int64_t kPadding = 32;  // edges_ahead at most
 

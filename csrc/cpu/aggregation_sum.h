@@ -45,42 +45,44 @@ FASTATTN_INLINE void add_edge(const SumTask<T>& t, const Tile& tile, int64_t i, 
 }
 
 template <class T, int V, bool kWeighted>
-void sum_tile(const SumTask<T>& t, const Tile tile) {
+void sum_tiles(const SumTask<T>& t, const Tiles tiles) {
   // With few vectors a row the additions would wait for each other: several sums take turns.
   constexpr int kChains = V == 1 ? 4 : V <= 3 ? 2 : 1;
-  const int64_t ahead = edges_ahead<T>(tile), first = t.chunk.from.edge;
-  for (RowCursor at(t.chunk.split, t.chunk.from, t.chunk.to); at.next();) {
-    Vec<A<T>> sum[kChains][V]{};
-    const int64_t end = at.end - first;
-    int64_t i = at.begin - first;
-    for (; i + kChains <= end; i += kChains) {
-      for (int c = 0; c < kChains; ++c) add_edge<T, V, kWeighted>(t, tile, i + c, ahead, sum[c]);
+  const int64_t ahead = edges_ahead<T>(V), first = t.chunk.from.edge;
+  for (RowCursor at(t.chunk.split, t.chunk.from, t.chunk.to); at.next();)
+    for (int64_t k = 0; k < tiles.count; ++k) {
+      const Tile tile = tiles.at<T>(k);
+      Vec<A<T>> sum[kChains][V]{};
+      const int64_t end = at.end - first;
+      int64_t i = at.begin - first;
+      for (; i + kChains <= end; i += kChains)
+        for (int c = 0; c < kChains; ++c) add_edge<T, V, kWeighted>(t, tile, i + c, ahead, sum[c]);
+      for (; i < end; ++i) add_edge<T, V, kWeighted>(t, tile, i, ahead, sum[0]);
+      for (int c = kChains - 1; c > 0; --c)
+        for (int v = 0; v < V; ++v) sum[c - 1][v] += sum[c][v];
+      finish_sum<T, V>(t, tile, at.row, at.part, sum[0]);
     }
-    for (; i < end; ++i) add_edge<T, V, kWeighted>(t, tile, i, ahead, sum[0]);
-    for (int c = kChains - 1; c > 0; --c) {
-      for (int v = 0; v < V; ++v) sum[c - 1][v] += sum[c][v];
-    }
-    finish_sum<T, V>(t, tile, at.row, at.part, sum[0]);
-  }
 }
 
 // Only the edges that `arg` names, feature by feature.
 template <class T, class I, int V>
-void sum_selected_tile(const SumTask<T>& t, const I* const* arg, const I* number, const Tile tile) {
-  const int64_t ahead = edges_ahead<T>(tile), first = t.chunk.from.edge;
-  for (RowCursor at(t.chunk.split, t.chunk.from, t.chunk.to); at.next();) {
-    Vec<A<T>> sum[V]{};
-    for (int64_t i = at.begin - first; i < at.end - first; ++i) {
-      prefetch<V * N<T>>(t.source[i + ahead] + tile.begin);
-      prefetch<V * N<T>>(arg[i + ahead] + tile.begin);
-      for (int v = 0; v < V; ++v) {
-        const int64_t from = vector_at<V, T>(tile, v);
-        const Vec<A<T>> product = t.weight[i] * load_wide(t.source[i] + from);
-        sum[v] += equals<A<T>>(arg[i] + from, number[i]) ? product : Vec<A<T>>{};
+void sum_selected_tiles(const SumTask<T>& t, const I* const* arg, const I* number, const Tiles tiles) {
+  const int64_t ahead = edges_ahead<T>(V), first = t.chunk.from.edge;
+  for (RowCursor at(t.chunk.split, t.chunk.from, t.chunk.to); at.next();)
+    for (int64_t k = 0; k < tiles.count; ++k) {
+      const Tile tile = tiles.at<T>(k);
+      Vec<A<T>> sum[V]{};
+      for (int64_t i = at.begin - first; i < at.end - first; ++i) {
+        prefetch<V * N<T>>(t.source[i + ahead] + tile.begin);
+        prefetch<V * N<T>>(arg[i + ahead] + tile.begin);
+        for (int v = 0; v < V; ++v) {
+          const int64_t from = vector_at<V, T>(tile, v);
+          const Vec<A<T>> product = t.weight[i] * load_wide(t.source[i] + from);
+          sum[v] += equals<A<T>>(arg[i] + from, number[i]) ? product : Vec<A<T>>{};
+        }
       }
+      finish_sum<T, V>(t, tile, at.row, at.part, sum);
     }
-    finish_sum<T, V>(t, tile, at.row, at.part, sum);
-  }
 }
 
 template <class T, class I>
@@ -133,12 +135,13 @@ void sum(AggregateSumParams p, const Parallel& all) {
       if (arg) {
         p.arg_of_rows ? point_at_rows<I>(chunk, args.plane(b, h), arg)
                       : point<I, I>(chunk, graph, args.plane(b, h), arg);
-        using Tiles = typename If<kUsual<T, I>, typename WidthsOf<T>::type, OneWidth>::type;
-        for_each_tile<T>(Tiles{}, p.F,
-                         [&](const Tile& tile, auto V) { sum_selected_tile<T, I, V>(t, arg, number, tile); });
+        using Sizes = typename If<kUsual<T, I>, typename WidthsOf<T>::type, OneWidth>::type;
+        for_each_width<T>(Sizes{}, p.F, [&](const Tiles& tiles, auto V) {
+          sum_selected_tiles<T, I, V>(t, arg, number, tiles);
+        });
       } else {
-        for_each_tile<T>(typename WidthsOf<T>::type{}, p.F, [&](const Tile& tile, auto V) {
-          weighted ? sum_tile<T, V, true>(t, tile) : sum_tile<T, V, !kFrequent<T>>(t, tile);
+        for_each_width<T>(typename WidthsOf<T>::type{}, p.F, [&](const Tiles& tiles, auto V) {
+          weighted ? sum_tiles<T, V, true>(t, tiles) : sum_tiles<T, V, !kFrequent<T>>(t, tiles);
         });
       }
     }
