@@ -14,63 +14,63 @@ struct DotTask {
   A<T>* dot;         // likewise, a multiple of the lanes; added to
 };
 
-// The products of as many edges as there are lanes wait until one transposition sums them all, whichever
-// rows they belong to.
-template <class T>
-struct Sums {
-  Vec<A<T>> waiting[N<T>];
-  A<T>* dot;
-  int64_t count = 0;
-
-  FASTATTN_INLINE void add(Vec<A<T>> products) {
-    waiting[count++ % N<T>] = products;
-    if (count % N<T> == 0) flush(dot + count - N<T>);
+// Lanes of the last two vectors of a tile that count: not those that an earlier vector has where they overlap
+// at the end of a row, nor those behind a row that is shorter than a vector.
+template <class T, int V>
+struct OwnLanes {
+  Vec<Int<A<T>>> of[2];
+  OwnLanes(const Tile& tile, int64_t F) {
+    for (int v = V < 2 ? 0 : V - 2; v < V; ++v)
+      for (int i = 0; i < N<T>; ++i) {
+        const int64_t feature = vector_at<V, T>(tile, v) + i;
+        const int64_t first = v ? vector_at<V, T>(tile, v - 1) + N<T> : tile.begin;
+        of[v - (V - 2)][i] = feature >= first && feature < F ? -1 : 0;
+      }
   }
-  void flush(A<T>* to) { store(to, load(to) + reduce_rows<A<T>>(waiting)); }
-  void finish() {
-    if (count % N<T> == 0) return;
-    for (int64_t i = count % N<T>; i < N<T>; ++i) waiting[i] = Vec<A<T>>{};
-    flush(dot + round_down(count, N<T>));
+  // By bits: a product that does not count may be infinite.
+  FASTATTN_INLINE Vec<A<T>> select(int v, Vec<A<T>> x) const {
+    return v < V - 2 ? x : bit_cast<Vec<A<T>>>(bit_cast<Vec<Int<A<T>>>>(x) & of[v - (V - 2)]);
   }
 };
 
 template <class T, class I, int V, bool kSelected>
-void dot_tile(const DotTask<T>& t, const I* const* arg, const I* number, const Tile tile) {
+void dot_tiles(const DotTask<T>& t, const I* const* arg, const I* number, const Tiles tiles) {
   constexpr int kChains = V < 4 ? V : 4;
   const int64_t ahead = edges_ahead<T>(V), first = t.chunk.from.edge;
-  // Vectors overlap at the end of a row: lanes of the last two that an earlier one has do not count, nor do
-  // those behind a row that is shorter than a vector.
-  Vec<Int<A<T>>> counts[2];
-  for (int v = V < 2 ? 0 : V - 2; v < V; ++v)
-    for (int i = 0; i < N<T>; ++i) {
-      const int64_t feature = vector_at<V, T>(tile, v) + i;
-      const int64_t first = v ? vector_at<V, T>(tile, v - 1) + N<T> : tile.begin;
-      counts[v - (V - 2)][i] = feature >= first && feature < t.F ? -1 : 0;
-    }
-  Sums<T> sums;
-  sums.dot = t.dot;
-  for (RowCursor at(t.chunk.split, t.chunk.from, t.chunk.to); at.next();) {
-    if (at.begin == at.end) continue;
-    Vec<A<T>> a[V];
-    for (int v = 0; v < V; ++v) a[v] = load_wide(t.rows[at.row] + vector_at<V, T>(tile, v));
-    for (int64_t i = at.begin - first; i < at.end - first; ++i) {
-      prefetch<V * N<T>>(t.source[i + ahead] + tile.begin);
-      if constexpr (kSelected) prefetch<V * N<T>>(arg[i + ahead] + tile.begin);
-      Vec<A<T>> sum[kChains]{};
-      for (int v = 0; v < V; ++v) {
-        const int64_t from = vector_at<V, T>(tile, v);
-        Vec<A<T>> product = a[v] * load_wide(t.source[i] + from);
-        if constexpr (kSelected) product = equals<A<T>>(arg[i] + from, number[i]) ? product : Vec<A<T>>{};
-        // Selected by bits: a product of lanes that do not count may be infinite.
-        if (v >= V - 2)
-          product = bit_cast<Vec<A<T>>>(bit_cast<Vec<Int<A<T>>>>(product) & counts[v - (V - 2)]);
-        sum[v % kChains] += product;
+  const OwnLanes<T, V> lanes(tiles.at<T>(tiles.count - 1), t.F), all(tiles.at<T>(0), t.F);
+  // The products of as many edges as there are lanes wait until one transposition sums them all, whichever
+  // rows they belong to.
+  Vec<A<T>> waiting[N<T>];
+  const auto flush = [&](int64_t to) { store(t.dot + to, load(t.dot + to) + reduce_rows<A<T>>(waiting)); };
+  for (RowCursor at(t.chunk.split, t.chunk.from, t.chunk.to); at.next();)
+    for (int64_t i = at.begin - first, end = at.end - first; i < end;) {
+      const int64_t group = round_down(i, N<T>), stop = min(end, group + N<T>);
+      for (int64_t k = 0; k < tiles.count; ++k) {
+        const Tile tile = tiles.at<T>(k);
+        const OwnLanes<T, V>& own = k == tiles.count - 1 ? lanes : all;
+        Vec<A<T>> a[V];
+        for (int v = 0; v < V; ++v) a[v] = load_wide(t.rows[at.row] + vector_at<V, T>(tile, v));
+        for (int64_t j = i; j < stop; ++j) {
+          prefetch<V * N<T>>(t.source[j + ahead] + tile.begin);
+          if constexpr (kSelected) prefetch<V * N<T>>(arg[j + ahead] + tile.begin);
+          Vec<A<T>> sum[kChains]{};
+          for (int v = 0; v < V; ++v) {
+            const int64_t from = vector_at<V, T>(tile, v);
+            Vec<A<T>> product = a[v] * load_wide(t.source[j] + from);
+            if constexpr (kSelected) product = equals<A<T>>(arg[j] + from, number[j]) ? product : Vec<A<T>>{};
+            sum[v % kChains] += own.select(v, product);
+          }
+          for (int c = kChains - 1; c > 0; --c) sum[c - 1] += sum[c];
+          waiting[j - group] = k ? waiting[j - group] + sum[0] : sum[0];
+        }
       }
-      for (int c = kChains - 1; c > 0; --c) sum[c - 1] += sum[c];
-      sums.add(sum[0]);
+      if (stop == group + N<T>) flush(group);
+      i = stop;
     }
-  }
-  sums.finish();
+  const int64_t edges = t.chunk.edges(), last = round_down(edges, N<T>);
+  if (last == edges) return;
+  for (int64_t i = edges - last; i < N<T>; ++i) waiting[i] = Vec<A<T>>{};
+  flush(last);
 }
 
 template <class T, class I>
@@ -111,12 +111,11 @@ void edge_dot(EdgeDotParams p, const Parallel& all) {
         if (arg) {
           using Sizes = typename If<kUsual<T, I>, FewWidths, OneWidth>::type;
           for_each_width<T>(Sizes{}, p.F, [&](const Tiles& tiles, auto V) {
-            for (int64_t i = 0; i < tiles.count; ++i) dot_tile<T, I, V, true>(t, arg, number, tiles.at<T>(i));
+            dot_tiles<T, I, V, true>(t, arg, number, tiles);
           });
         } else {
           for_each_width<T>(typename WidthsOf<T>::type{}, p.F, [&](const Tiles& tiles, auto V) {
-            for (int64_t i = 0; i < tiles.count; ++i)
-              dot_tile<T, int32_t, V, false>(t, nullptr, nullptr, tiles.at<T>(i));
+            dot_tiles<T, int32_t, V, false>(t, nullptr, nullptr, tiles);
           });
         }
       }

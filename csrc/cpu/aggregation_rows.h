@@ -156,15 +156,15 @@ class Nodes {
   }
   // Pointers to the rows of head h of batch b.
   struct Plane {
-    const E *data, *padded;
+    const E *data, *padded;  // null: none are needed
     int64_t stride, padded_stride, safe;
     FASTATTN_INLINE const E* operator[](int64_t node) const {
       return node < safe ? data + node * stride : padded + (node - safe) * padded_stride;
     }
   };
   Plane plane(int64_t b, int64_t h) const {
-    return {start(b, h), padded_.data() + (b * H_ + h) * copies_ * lanes_, stride_, stride_ ? lanes_ : 0,
-            safe_};
+    const E* padded = copies_ ? padded_.data() + (b * H_ + h) * copies_ * lanes_ : nullptr;
+    return {start(b, h), padded, stride_, stride_ ? lanes_ : 0, safe_};
   }
 
  private:
@@ -226,7 +226,10 @@ __attribute__((noinline)) void point(const Chunk& chunk, const GraphView& graph,
                                      const typename Nodes<E>::Plane& nodes, const E** to) {
   const I* col = static_cast<const I*>(graph.col) + chunk.from.edge;
   const int64_t edges = chunk.edges();
-  for (int64_t i = 0; i < edges; ++i) to[i] = nodes[col[i]];
+  if (!nodes.padded)
+    for (int64_t i = 0; i < edges; ++i) to[i] = nodes.data + col[i] * nodes.stride;
+  else
+    for (int64_t i = 0; i < edges; ++i) to[i] = nodes[col[i]];
   for (int64_t i = edges; i < edges + kPadding; ++i) to[i] = edges ? to[edges - 1] : nullptr;
 }
 // The same for the rows' own nodes.
