@@ -118,6 +118,10 @@ def test_empty_tensors(impl, B, H, Hkv, L, S, D, Dv, extra):
         assert (results["out"] == 0).all() and (results["kv"] == 0).all()
     if S == 0 and extra.get("initial"):
         torch.testing.assert_close(results["kv"], case.initial_kv)
+    for name, expected in call(case, "reference").items():
+        torch.testing.assert_close(
+            results[name], expected, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)

@@ -265,6 +265,10 @@ def test_state_object():
     meta = LinearAttentionState.zeros(3, 4, 8, 6, device="meta")
     assert meta.kv.is_meta and state.to("meta").z.is_meta and state.to(device="meta").kv.is_meta
     assert state.to("cpu").kv is state.kv
+    for dtype in (torch.int64, torch.complex64):
+        for make in (lambda d: LinearAttentionState.zeros(3, 4, 8, 6, dtype=d), state.to):
+            with pytest.raises(TypeError, match=f"dtype must be float32, .* got {dtype}"):
+                make(dtype)
 
     state = LinearAttentionState(normal(3, 4, 8, 6).requires_grad_(), normal(3, 4, 8).requires_grad_())
     chosen = state.index_select(torch.tensor([2, 2, 0, 1]))
@@ -384,6 +388,23 @@ def test_visible_nan_is_never_hidden(impl):
         case = make_case(1, 2, L=9, dtype=dtype, initial=True, **CAUSAL)
         case.initial_z[0, 1, 3] = math.nan
         assert call(case, impl)["out"][0, 1].isnan().all()
+
+
+def test_infinite_sums_are_never_hidden(impl):
+    """Features whose sums overflow: infinity by infinity is not the 0 of a row that sees nothing."""
+    for dtype, large in ((torch.float32, 60.0), (torch.bfloat16, 60.0), (torch.float64, 500.0)):
+        q, k, v = (torch.full((1, 1, 3, 2), x, dtype=dtype, requires_grad=True) for x in (large, large, 1.0))
+        for is_causal in (False, True):
+            out = fastattn.linear_attention(q, k, v, feature_map="exp", is_causal=is_causal, impl=impl)
+            assert out.isnan().all()
+            assert torch.autograd.grad(out.sum(), q)[0].isnan().all()
+            # What is finite divided by infinity is 0.
+            assert (fastattn.linear_attention(q, k, v * 0, feature_map="exp", impl=impl) == 0).all()
+        with torch.no_grad():
+            state = LinearAttentionState.zeros(1, 1, 2, 2, dtype=dtype)
+            token = (t[:, :, 0] for t in (q, k, v))
+            out, _ = fastattn.linear_attention_step(*token, state, feature_map="exp", impl=impl)
+            assert out.isnan().all()
 
 
 def test_isolation_of_earlier_rows_from_later_tokens(impl):

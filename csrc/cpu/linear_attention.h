@@ -9,7 +9,8 @@ namespace fastattn {
 
 enum class FeatureMap : int32_t { elu, relu, exp, identity };  // elu is elu(x) + 1
 
-// A is the accumulator type: f32, f64 for f64 inputs.
+// A is the accumulator type: f32, f64 for f64 inputs. A tensor without elements has no memory either: of a kv
+// and its z, ask z whether they are there. kv is empty with Dv = 0, and z is not.
 struct LinearAttentionParams {
   int64_t B, H, Hkv, L, S, D, Dv;  // H is a multiple of Hkv: query head h reads key/value head h / (H / Hkv)
   int64_t N;                       // sequences: B, or those that cu_seqlens cuts the tokens of one batch into

@@ -31,8 +31,9 @@ class OutputGrad {
     for (int64_t r = max(s.seen_from - begin, 0); r < count; ++r) {
       factor[r] = A<T>(p_.scale);
       if (!p_.normalize) continue;
-      factor[r] = row_factor(p_, static_cast<const A<T>*>(p_.den.data)[offset(p_.den, s.b, h, begin + r)]);
-      if (factor[r] == A<T>(0)) continue;
+      const A<T> den = static_cast<const A<T>*>(p_.den.data)[offset(p_.den, s.b, h, begin + r)];
+      factor[r] = is_empty(p_, den) ? A<T>(0) : row_factor(p_, den);
+      if (is_empty(p_, den)) continue;
       const T* out = static_cast<const T*>(p_.out.data) + offset(p_.out, s.b, h, begin + r);
       V<T> sum{};
       for (int64_t c = 0; c < p_.Dv; c += N<T>)
@@ -117,7 +118,7 @@ class QueryGrad : public Walk<T, QueryGrad<T>> {
     if (p.grad_decay.data) query_ = take_matrix<T>(arena, problem.chunk, problem.d, 0);
   }
   void add_initial(int64_t n, int64_t h, State<T>& state) const {
-    if (p_.initial_kv.data) add_state(p_, p_.initial_kv, p_.initial_z, n, h, true, state);
+    if (p_.initial_z.data) add_state(p_, p_.initial_kv, p_.initial_z, n, h, true, state);
   }
   void record(const Flow<T>& flow) { flow_ = flow; }
 
@@ -135,7 +136,7 @@ class QueryGrad : public Walk<T, QueryGrad<T>> {
     const int64_t rows = grad_.read(s, h, begin, count);
     Term<T> terms[3];
     int all = Base::through_state(grad_.matrix, state, ordered, terms);
-    if (flow_.states) {
+    if (flow_.queries) {
       multiply(rows, terms, all);
       add_z(rows, state, ordered);
       follow(s, h, begin, count, state);
@@ -216,7 +217,7 @@ class KeyGrad {
     inner_flow_ = arena.take<A<T>>(chunk);
   }
   static int64_t kinds_of(const Problem<T>& problem, const LinearAttentionParams& p) {
-    return p.decay.data || p.initial_kv.data ? problem.group : 1;
+    return p.decay.data || p.initial_z.data ? problem.group : 1;
   }
   void clear() {
     for (int64_t k = 0; k < kinds; ++k) states[k].clear();
@@ -229,7 +230,7 @@ class KeyGrad {
         add_state(p_, p_.grad_kv, p_.grad_z, n, hk * problem_.group + g, false, state);
   }
   void finish(int64_t n, int64_t hk) const {
-    if (!p_.grad_initial_kv.data) return;
+    if (!p_.grad_initial_z.data) return;
     for (int64_t g = 0; g < problem_.group; ++g)
       write_state(p_, states[kinds > 1 ? g : 0], p_.grad_initial_kv, p_.grad_initial_z, n,
                   hk * problem_.group + g);
@@ -417,7 +418,7 @@ class KeyGrad {
 
 template <class T>
 inline void backward(const LinearAttentionGradParams& p, const Parallel& parallel) {
-  if (p.H == 0 || p.N == 0) return;
+  if (p.H == 0) return;
   const Problem<T> problem(p);
   const int64_t heads = p.Hkv;
   const std::vector<Segment> keys = problem.segments(p.S, parallel.threads);
@@ -451,7 +452,7 @@ inline void backward(const LinearAttentionGradParams& p, const Parallel& paralle
       }
     });
     before.carry(parallel, p.causal, false, [&](int64_t n, int64_t hk, int64_t kind, State<T>& state) {
-      if (p.initial_kv.data)
+      if (p.initial_z.data)
         add_state(p, p.initial_kv, p.initial_z, n, hk * problem.group + kind, true, state);
     });
     behind.carry(parallel, p.causal, true, [&](int64_t n, int64_t hk, int64_t kind, State<T>& state) {
@@ -492,7 +493,7 @@ inline void backward(const LinearAttentionGradParams& p, const Parallel& paralle
     }
     double* sums = decay_sums.data() ? decay_sums.data() + (s * heads + hk) * grad_kinds : nullptr;
     for (int64_t k = 0; k < grad_kinds && sums; ++k) sums[k] = 0;
-    walk.walk(segment, hk, p.causal, segment.first && p.grad_initial_kv.data, flow, sums);
+    walk.walk(segment, hk, p.causal, segment.first && p.grad_initial_z.data, flow, sums);
     if (segment.first) walk.finish(segment.n, hk);
   };
 
@@ -514,7 +515,7 @@ inline void backward(const LinearAttentionGradParams& p, const Parallel& paralle
         grad_queries((task - key_items) / heads, (task - key_items) % heads, arena, nullptr);
     });
   }
-  if (decay_sums.data())
+  if (p.grad_decay.data && p.decay_per_head)  // also where there are no sequences
     for (int64_t h = 0; h < p.H; ++h) {
       double sum = 0;
       for (size_t s = 0; s < keys.size(); ++s)

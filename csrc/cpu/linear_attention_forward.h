@@ -5,12 +5,16 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-// What the rows of phi(q) S are multiplied with: 1 / (den + eps), 0 where there is no such number.
+// What the rows of phi(q) S are multiplied with: 1 / (den + eps).
 template <class A, class Params>
 inline A row_factor(const Params& p, A den) {
-  if (!p.normalize) return A(p.scale);
-  const A factor = A(1) / (den + A(p.eps));
-  return den == A(0) || __builtin_isinf(factor) ? A(0) : factor;
+  return p.normalize ? A(1) / (den + A(p.eps)) : A(p.scale);
+}
+// Whether there is no such number: the row is zero then. An infinite den has one, 0, and hides nothing: what
+// it divides may be infinite too.
+template <class A, class Params>
+inline bool is_empty(const Params& p, A den) {
+  return p.normalize && (den == A(0) || __builtin_isinf(row_factor(p, den)));
 }
 
 // One thread's walk over the tokens of one key/value head: sum_{j <= i} (x_i.y_j) z_j, chunk by chunk. The
@@ -26,7 +30,7 @@ class Walk {
   State<T>* states;
 
   static int64_t kinds_of(const Problem<T>& problem) {
-    return problem.p.decay.data || problem.p.initial_kv.data ? problem.group : 1;
+    return problem.p.decay.data || problem.p.initial_z.data ? problem.group : 1;
   }
   void clear() {
     for (int64_t k = 0; k < kinds; ++k) states[k].clear();
@@ -116,10 +120,10 @@ class Forward : public Walk<T, Forward<T>> {
     den_ = arena.take<A<T>>(problem.chunk);
   }
   void add_initial(int64_t n, int64_t h, State<T>& state) const {
-    if (p_.initial_kv.data) add_state(p_, p_.initial_kv, p_.initial_z, n, h, false, state);
+    if (p_.initial_z.data) add_state(p_, p_.initial_kv, p_.initial_z, n, h, false, state);
   }
   void finish(int64_t n, int64_t hk) const {
-    if (!p_.final_kv.data) return;
+    if (!p_.final_z.data) return;
     for (int64_t g = 0; g < problem_.group; ++g)
       write_state(p_, states[kinds > 1 ? g : 0], p_.final_kv, p_.final_z, n, hk * problem_.group + g);
   }
@@ -174,7 +178,7 @@ class Forward : public Walk<T, Forward<T>> {
   void write_rows(int64_t b, int64_t h, int64_t begin, int64_t count) {
     for (int64_t r = 0; r < count; ++r) {
       const A<T> factor = p_.normalize ? row_factor(p_, den_[r]) : A<T>(p_.scale);
-      const bool empty = p_.normalize && factor == A<T>(0);
+      const bool empty = p_.normalize && is_empty(p_, den_[r]);
       T* out = static_cast<T*>(p_.out.data) + offset(p_.out, b, h, begin + r);
       for (int64_t c = 0; c < p_.Dv; c += N<T>) {
         const V<T> x = load(at<T>(result_, problem_.chunk, r, c)) * factor;
@@ -213,7 +217,7 @@ inline void forward(const LinearAttentionParams& p, const Parallel& parallel) {
       walk.clear();
       for (int64_t k = 0; k < walk.kinds; ++k)
         walk.add_initial(keys[s].n, hk * problem.group + k, walk.states[k]);
-      walk.walk(keys[s], hk, p.causal, p.final_kv.data || !p.causal, nullptr);
+      walk.walk(keys[s], hk, p.causal, p.final_z.data || !p.causal, nullptr);
       if (!p.causal) walk.look_up(queries[s], hk);
       walk.finish(keys[s].n, hk);
     });
@@ -231,8 +235,7 @@ inline void forward(const LinearAttentionParams& p, const Parallel& parallel) {
     for (int64_t k = 0; k < kinds; ++k) states.put(s, hk, k, walk.states[k], decays[k]);
   });
   states.carry(parallel, p.causal, false, [&](int64_t n, int64_t hk, int64_t kind, State<T>& state) {
-    if (p.initial_kv.data)
-      add_state(p, p.initial_kv, p.initial_z, n, hk * problem.group + kind, false, state);
+    if (p.initial_z.data) add_state(p, p.initial_kv, p.initial_z, n, hk * problem.group + kind, false, state);
   });
   for_each_item<T>(parallel, int64_t(queries.size()) * heads, [&](int64_t task, Arena& arena) {
     const int64_t s = task / heads, hk = task % heads;
@@ -241,7 +244,7 @@ inline void forward(const LinearAttentionParams& p, const Parallel& parallel) {
     for (int64_t k = 0; k < kinds; ++k)
       states.get(p.causal ? s : states.first_of(segment.n), hk, k, walk.states[k]);
     if (p.causal)
-      walk.walk(segment, hk, true, segment.last && p.final_kv.data, nullptr);
+      walk.walk(segment, hk, true, segment.last && p.final_z.data, nullptr);
     else
       walk.look_up(segment, hk);
     if (segment.last) walk.finish(segment.n, hk);

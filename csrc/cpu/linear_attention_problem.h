@@ -108,7 +108,7 @@ struct Problem {
   // The first query of a sequence, tokens [begin, end) of batch entry b, that sees anything: by the masks
   // alone.
   int64_t first_seeing(int64_t b, int64_t begin, int64_t end) const {
-    if (p.initial_kv.data) return begin;
+    if (p.initial_z.data) return begin;
     const int64_t keys_begin = p.cu_seqlens ? begin : 0, keys_end = p.cu_seqlens ? end : p.S;
     int64_t key = keys_begin;
     if (p.key_padding.data)

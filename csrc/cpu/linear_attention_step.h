@@ -68,7 +68,7 @@ inline void step_head(const LinearAttentionStepParams& p, int64_t b, int64_t h, 
   }
   den = reduce_add<A<T>>(dot);
   const A<T> factor = row_factor<A<T>>(p, den);
-  const bool empty = p.normalize && factor == A<T>(0);
+  const bool empty = is_empty<A<T>>(p, den);
   T* out = static_cast<T*>(p.out.data) + offset(p.out, b, h);
   auto columns = [&]<int NV>(int64_t c) {
     V<T> sum[NV];

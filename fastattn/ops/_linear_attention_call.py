@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._C import _is_any_autocast_enabled
 
-from fastattn._choose import Request
+from fastattn._choose import KERNEL_DTYPES, Request
 from fastattn.ops._common import autocast_dtype, check_dense, check_flags, number, wide_dtype
 from fastattn.reference.linear_attention import FEATURE_MAPS
 
@@ -36,7 +36,7 @@ class LinearAttentionState(NamedTuple):
     @classmethod
     def zeros(cls, B: int, H: int, D: int, Dv: int, *, device=None, dtype=None) -> "LinearAttentionState":
         """The state before the first token. ``dtype`` is that of the inputs; half precision gives float32."""
-        dtype = wide_dtype(torch.get_default_dtype() if dtype is None else dtype)
+        dtype = _state_dtype(torch.get_default_dtype() if dtype is None else dtype)
         return cls(
             torch.zeros((B, H, D, Dv), device=device, dtype=dtype),
             torch.zeros((B, H, D), device=device, dtype=dtype),
@@ -56,10 +56,18 @@ class LinearAttentionState(NamedTuple):
     def to(self, *args, **kwargs) -> "LinearAttentionState":
         """As ``Tensor.to``, except that half precision means float32 here, as in ``zeros``."""
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
-        dtype = self.kv.dtype if dtype is None else wide_dtype(dtype)
+        dtype = self.kv.dtype if dtype is None else _state_dtype(dtype)
         return LinearAttentionState(
             *(t.to(device=device, dtype=dtype, non_blocking=non_blocking) for t in self)
         )
+
+
+def _state_dtype(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in KERNEL_DTYPES:
+        raise TypeError(
+            f"dtype must be float32, float64, bfloat16 or float16, got {dtype}: it is that of the inputs"
+        )
+    return wide_dtype(dtype)
 
 
 torch.serialization.add_safe_globals([LinearAttentionState])  # two tensors: torch.load may make one
@@ -183,6 +191,8 @@ def _features(feature_map: Callable, query: Tensor, key: Tensor) -> tuple[Tensor
             raise RuntimeError(
                 f"feature_map must turn the last dimension of {tuple(given.shape)} into features, got {found}"
             )
+        if not features.is_floating_point():
+            raise RuntimeError(f"feature_map must give floating point features, got {features.dtype}")
     numbers = [features.shape[-1] for features in results]
     if numbers[0] != numbers[1]:
         raise RuntimeError(f"feature_map must give query and key equally many features, got {numbers}")
