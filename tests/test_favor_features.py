@@ -181,4 +181,19 @@ def test_errors_name_what_was_found():
         FavorFeatures(8, -3)
     with pytest.raises(ValueError, match=r"expects inputs \(\.\.\., 8\), got \(2, 7\)"):
         FavorFeatures(8)(torch.zeros(2, 7))
+    for args, found in (
+        ((2.5,), "head_dim must be an integer, got 2.5"),
+        ((8, "x"), "num_features .* got 'x'"),
+    ):
+        with pytest.raises(TypeError, match=found):
+            FavorFeatures(*args)
+    with pytest.raises(TypeError, match="dtype must be a floating point dtype, got torch.int64"):
+        FavorFeatures(8, dtype=torch.int64)
+    for wrong, found in ((torch.ones(2, 8, dtype=torch.int64), "torch.int64"), ([1.0], "list")):
+        with pytest.raises(TypeError, match=f"floating point tensors, got {found}"):
+            FavorFeatures(8)(wrong)
     assert "head_dim=8, num_features=32" in repr(FavorFeatures(8))
+
+
+def test_meta_tensors():
+    assert FavorFeatures(8, device="meta")(torch.empty(2, 3, 8, device="meta")).shape == (2, 3, 32)

@@ -232,6 +232,14 @@ def test_refusals_name_the_argument():
     for heads in (3, 0):
         with pytest.raises(ValueError, match=f"num_kv_heads must divide num_heads=4, got {heads}"):
             LinearMultiheadAttention(8, 4, num_kv_heads=heads)
+    with pytest.raises(TypeError, match=r"num_kv_heads must be an integer, got 2\.0"):
+        LinearMultiheadAttention(8, 4, num_kv_heads=2.0)
+    with pytest.raises(TypeError, match="normalize must be a bool, got 'no'"):
+        LinearMultiheadAttention(8, 4, normalize="no")
+    with pytest.raises(TypeError, match="eps must be a number, got 'x'"):
+        LinearMultiheadAttention(8, 4, eps="x")
+    with pytest.raises(ValueError, match="eps must be finite and not negative, got -1"):
+        LinearMultiheadAttention(8, 4, eps=-1)
     with pytest.raises(ValueError, match="feature_map must be .* got 'softmax'"):
         LinearMultiheadAttention(8, 2, feature_map="softmax")
     with pytest.raises(ValueError, match=r"decay must hold num_heads=2 numbers, got shape \(3,\)"):

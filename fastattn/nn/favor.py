@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from fastattn.reference._common import without_autocast
+
 # The largest exponent of a feature. A sum over a million tokens of products of two features stays finite in
 # the float32 (float64) state, and one feature in float16; inputs of ordinary size stay far below.
 _LARGEST_EXPONENT = {torch.float64: 340.0, torch.float16: 10.0}
@@ -47,6 +49,8 @@ class FavorFeatures(nn.Module):
 
     Raises:
         ValueError: ``head_dim`` or ``num_features`` is not positive; an input does not end in ``head_dim``.
+        TypeError: ``head_dim`` or ``num_features`` is not an integer; ``dtype`` or an input is not floating
+            point.
 
     Source: Choromanski et al., Rethinking Attention with Performers, https://arxiv.org/abs/2009.14794.
 
@@ -74,8 +78,12 @@ class FavorFeatures(nn.Module):
         super().__init__()
         num_features = 4 * head_dim if num_features is None else num_features
         for name, size in (("head_dim", head_dim), ("num_features", num_features)):
+            if not isinstance(size, int):
+                raise TypeError(f"{name} must be an integer, got {size!r}")
             if size <= 0:
                 raise ValueError(f"{name} must be positive, got {size}")
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"dtype must be a floating point dtype, got {dtype}")
         self.head_dim = head_dim
         self.num_features = num_features
         self.register_buffer("projection", torch.empty(num_features, head_dim, device=device, dtype=dtype))
@@ -87,11 +95,14 @@ class FavorFeatures(nn.Module):
         self.projection.copy_(_orthogonal_normal(self.num_features, self.head_dim, generator))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1] != self.head_dim:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"FavorFeatures expects floating point tensors, got {found}")
+        if x.shape[-1:] != (self.head_dim,):
             raise ValueError(f"FavorFeatures expects inputs (..., {self.head_dim}), got {tuple(x.shape)}")
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         # Under autocast the product would be of half precision, and an error in an exponent is relative.
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             scaled = x.to(wide) * self.head_dim**-0.25
             exponent = scaled @ self.projection.to(wide).T - scaled.square().sum(-1, keepdim=True) / 2
             exponent = exponent.clamp(max=_LARGEST_EXPONENT.get(x.dtype, _LARGEST_EXPONENT_ELSE))

@@ -1,5 +1,6 @@
 """Multi-head attention with linear attention inside, and its recurrent form."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,7 +14,7 @@ from fastattn.nn.multihead_attention import (
     _may_read,
     _split_causal,
 )
-from fastattn.ops._common import wide_dtype
+from fastattn.ops._common import check_flags, number, wide_dtype
 from fastattn.ops.linear_attention import LinearAttentionState, linear_attention, linear_attention_step
 
 FeatureMap = str | Callable[[Tensor], Tensor]
@@ -57,7 +58,7 @@ class LinearMultiheadAttention(MultiheadAttention):
     Precision: products accumulate in fp32 (fp64 for fp64), states and denominators stay in it.
 
     Raises:
-        ValueError: an argument of the constructor is out of its range.
+        ValueError, TypeError: an argument of the constructor is out of its range, or is something else.
         NotImplementedError: ``dropout``, ``add_bias_kv`` or ``add_zero_attn`` is given.
 
     Source: Katharopoulos et al., Transformers are RNNs, https://arxiv.org/abs/2006.16236.
@@ -114,6 +115,8 @@ class LinearMultiheadAttention(MultiheadAttention):
             embed_dim, num_heads, bias=bias, kdim=kdim, vdim=vdim, batch_first=batch_first, **factory
         )
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_kv_heads is not None and not isinstance(num_kv_heads, int):
+            raise TypeError(f"num_kv_heads must be an integer, got {num_kv_heads!r}")
         if self.num_kv_heads <= 0 or num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {num_kv_heads}")
         if self.num_kv_heads != num_heads:
@@ -132,8 +135,11 @@ class LinearMultiheadAttention(MultiheadAttention):
             self.register_parameter("decay", decay)
         else:
             self.register_buffer("decay", decay)
+        check_flags(normalize=normalize)
         self.normalize = normalize
-        self.eps = eps
+        self.eps = number("eps", eps)
+        if not 0.0 <= self.eps < math.inf:
+            raise ValueError(f"eps must be finite and not negative, got {eps}")
 
     def _shrink_key_and_value(self, **factory) -> None:
         kv_dim = self.num_kv_heads * self.head_dim
