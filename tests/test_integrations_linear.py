@@ -179,3 +179,28 @@ def test_fla_refusals():
         fla.chunk_linear_attn(q, k, v, initial_state=(kv, z[:, 0]))
     with pytest.raises(RuntimeError, match="state's kv must be"):
         fla.chunk_linear_attn(q, k, v, initial_state=(kv[:1], z[:1]))
+    for function in (fla.chunk_linear_attn, fla.fused_recurrent_linear_attn):
+        for options, error, message in (
+            ({"q": [1.0]}, TypeError, "q must be a Tensor, got list"),
+            ({"k": None}, TypeError, "k must be a Tensor, got NoneType"),
+            ({"v": v[0]}, ValueError, r"v must be \(batch, tokens, heads, channels\), got \(6, 2, 4\)"),
+            ({"scale": "a"}, TypeError, "scale must be a number, got 'a'"),
+            ({"output_final_state": "x"}, TypeError, "output_final_state must be a bool, got 'x'"),
+            ({"normalize": None}, TypeError, "normalize must be a bool, got None"),
+            ({"initial_state": 3}, TypeError, "initial_state must be a tensor .* got int"),
+            ({"initial_state": kv[0]}, ValueError, r"initial_state must be \(N, H, K, V\), got \(2, 4, 4\)"),
+            ({"cu_seqlens": [0, 6]}, ValueError, "cu_seqlens needs one row of tokens"),
+        ):
+            with pytest.raises(error, match=message):
+                function(**{"q": q, "k": k, "v": v} | options)
+    with pytest.raises(TypeError, match="reverse must be a bool, got 'no'"):
+        fla.fused_recurrent_linear_attn(q, k, v, reverse="no")
+    row = [x[:1] for x in (q, k, v)]
+    for reverse in (False, True):
+        for wrong in ([2, 8], [1, 6], [0, 5]):  # in reverse, too, bounds are those of the given order
+            with pytest.raises(RuntimeError, match="cu_seqlens must"):
+                fla.fused_recurrent_linear_attn(*row, reverse=reverse, cu_seqlens=torch.tensor(wrong))
+        with pytest.raises(TypeError, match="cu_seqlens must be a Tensor, got list"):
+            fla.fused_recurrent_linear_attn(*row, reverse=reverse, cu_seqlens=[0, 6])
+        with pytest.raises(ValueError, match=r"cu_seqlens must be \(sequences \+ 1,\), got \(0,\)"):
+            fla.fused_recurrent_linear_attn(*row, reverse=reverse, cu_seqlens=torch.tensor([]))

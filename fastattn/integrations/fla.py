@@ -7,7 +7,7 @@ take already mapped queries and keys: no feature map is applied.
 import torch
 from torch import Tensor
 
-from fastattn.ops._common import wide_dtype
+from fastattn.ops._common import check_flags, number, wide_dtype
 from fastattn.ops.linear_attention import LinearAttentionState, linear_attention
 
 __all__ = ["chunk_linear_attn", "fused_recurrent_linear_attn"]
@@ -52,7 +52,8 @@ def chunk_linear_attn(
     Where a denominator is exactly 0, the output is 0.
 
     Raises:
-        ValueError: ``scale`` is not positive and ``normalize`` is true; ``cu_seqlens`` with B other than 1.
+        ValueError: ``scale`` is not positive and ``normalize`` is true; ``cu_seqlens`` with B other than 1; a
+            tensor has another number of dimensions.
         RuntimeError, TypeError: shapes, dtypes or devices do not fit.
 
     Source: https://github.com/fla-org/flash-linear-attention; Katharopoulos et al., Transformers are RNNs,
@@ -68,9 +69,9 @@ def chunk_linear_attn(
         >>> torch.allclose(torch.cat([first, rest], 1), whole, atol=1e-6)
         True
     """
-    if cu_seqlens is not None and q.shape[0] != 1:
-        raise ValueError(f"cu_seqlens needs one row of tokens, batch size 1, got q {tuple(q.shape)}")
-    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    _check(q, k, v, cu_seqlens)
+    check_flags(output_final_state=output_final_state, normalize=normalize)
+    scale = max(k.shape[-1], 1) ** -0.5 if scale is None else number("scale", scale)
     eps = 1e-6
     if normalize:
         if not scale > 0:
@@ -123,32 +124,54 @@ def fused_recurrent_linear_attn(
         >>> out.shape, state.shape
         (torch.Size([1, 10, 4, 8]), torch.Size([1, 4, 8, 8]))
     """
+    check_flags(reverse=reverse)
     if not reverse:
         return chunk_linear_attn(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+    _check(q, k, v, cu_seqlens)
     q, k, v = (x.flip(1) for x in (q, k, v))
     if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens[-1] - cu_seqlens.flip(0)
+        cu_seqlens = q.shape[1] - cu_seqlens.flip(0)
         initial_state = _reorder(initial_state)
     out, state = chunk_linear_attn(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
     return out.flip(1), state if cu_seqlens is None else _reorder(state)
 
 
+def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be (batch, tokens, heads, channels), got {tuple(x.shape)}")
+        if cu_seqlens is not None and x.shape[0] != 1:
+            raise ValueError(f"cu_seqlens needs one row of tokens, batch size 1, got {name} {tuple(x.shape)}")
+    if cu_seqlens is not None:
+        if not isinstance(cu_seqlens, Tensor):
+            raise TypeError(f"cu_seqlens must be a Tensor, got {type(cu_seqlens).__name__}")
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+            raise ValueError(f"cu_seqlens must be (sequences + 1,), got {tuple(cu_seqlens.shape)}")
+
+
 def _state(given: State | None, normalize: bool, dtype: torch.dtype) -> LinearAttentionState | None:
     if given is None:
         return None
-    if isinstance(given, Tensor):
-        kv = given.to(dtype)
-        return LinearAttentionState(kv, torch.zeros_like(kv[..., 0]))
-    if not normalize:
-        raise TypeError("initial_state must be a tensor (N, H, K, V) with normalize=False, got a pair")
-    kv, z = given
+    kv, z = given if normalize and isinstance(given, (tuple, list)) and len(given) == 2 else (given, None)
+    if not isinstance(kv, Tensor) or not (z is None or isinstance(z, Tensor)):
+        form = "a tensor (N, H, K, V)" + (" or the pair of it and z" if normalize else "")
+        raise TypeError(
+            f"initial_state must be {form} with normalize={normalize}, got {type(given).__name__}"
+        )
+    if kv.dim() != 4:
+        raise ValueError(f"initial_state must be (N, H, K, V), got {tuple(kv.shape)}")
+    if z is None:
+        kv = kv.to(dtype)
+        return LinearAttentionState(kv, kv.new_zeros(kv.shape[:3]))
     if z.dim() != 4 or z.shape[1] != 1:
         raise ValueError(f"z of initial_state must be (N, 1, H, K), got {tuple(z.shape)}")
     return LinearAttentionState(kv.to(dtype), z.squeeze(1).to(dtype))
 
 
 def _reorder(state: State | None) -> State | None:
-    """The states of the sequences in reverse order."""
-    if state is None or isinstance(state, Tensor):
-        return state if state is None else state.flip(0)
-    return tuple(x.flip(0) for x in state)
+    """The states of the sequences in reverse order; what is no state is left to be refused."""
+    if isinstance(state, (tuple, list)):
+        return tuple(_reorder(x) for x in state)
+    return state.flip(0) if isinstance(state, Tensor) and state.dim() > 0 else state
