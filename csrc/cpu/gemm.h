@@ -77,7 +77,9 @@ struct Plain {
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v)
         acc[m][v] = kProduct == Product::scores ? Vec<E>{} : load(c + m * ldc + v * N);
-    for (int64_t k = 0; k < K; ++k) {
+    // Were K not known to be positive, most accumulators would go through memory before and after the loop.
+    int64_t k = K;
+    do {
       Vec<E> bv[NV];
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) bv[v] = load(b + v * N);
@@ -87,7 +89,9 @@ struct Plain {
         for (int v = 0; v < NV; ++v) acc[m][v] += a[m * rs] * bv[v];
       a += cs;
       b += ldb;
-    }
+    } while (--k);
+    // The addresses are formed again: those of the loads would be spilled across the loop.
+    if constexpr (kProduct == Product::keys) asm("" : "+r"(c), "+r"(ldc));
 #pragma GCC unroll 16
     for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
@@ -110,12 +114,18 @@ struct Plain {
   // NV vectors of the tile, from wherever b and c point to.
   template <int NV = kColumns>
   static void scores(int64_t M, int64_t K, const E* a, int64_t ld, const E* b, E* c) {
+    if (K == 0) {
+      for (int64_t m = 0; m < M; ++m)
+        for (int v = 0; v < NV; ++v) store(c + m * kWide + v * kLanes<E>, Vec<E>{});
+      return;
+    }
     for_row_shares(M, [&](int64_t m, int64_t rows) {
       table<Product::scores, NV>.rows[rows - 1](K, a + m * ld, ld, b, 0, c + m * kWide, 0);
     });
   }
   template <int NV = kColumns>
   static void outputs(int64_t M, int64_t K, const E* a, int64_t ld, const E* b, E* c) {
+    if (K == 0) return;
     for_row_shares(M, [&](int64_t m, int64_t rows) {
       table<Product::outputs, NV>.rows[rows - 1](K, a + m, ld, b, 0, c + m * kWide, 0);
     });
