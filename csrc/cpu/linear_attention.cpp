@@ -1,5 +1,21 @@
 // Linear attention on the CPU: forward, backward and the step of one token, for every instruction set and
 // dtype.
+//
+// A chunk of tokens meets itself in products of its rows, and everything before it through a state, carried
+// from chunk to chunk. All matrices lie in panels (panels.h), so that one copy in scratch is an operand of
+// several products. Long sequences of few heads are cut into segments, whose states are found first.
+//
+// The parts, each built on those above it:
+//   linear_attention_problem.h     types, sizes, segments of sequences, rows of tensors
+//   linear_attention_operand.h     feature maps, and the forms of a matrix that products take
+//   linear_attention_chunk.h       decay, weights and state of a chunk
+//   linear_attention_segments.h    states of calls and of segments
+//   linear_attention_forward.h     the walk over chunks, forward
+//   linear_attention_gradients.h   what both walks of the backward share
+//   linear_attention_query_grad.h  gradients of queries
+//   linear_attention_key_grad.h    gradients of keys, values and decay
+//   linear_attention_backward.h    backward
+//   linear_attention_step.h        one token
 #include "linear_attention.h"
 
 #include "linear_attention_backward.h"

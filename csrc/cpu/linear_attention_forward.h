@@ -19,7 +19,7 @@ inline bool is_empty(const Params& p, A den) {
 
 // One thread's walk over the tokens of one key/value head: sum_{j <= i} (x_i.y_j) z_j, chunk by chunk. The
 // query heads of its group have a state each (`kinds` of them), or one together where neither decay nor an
-// initial state tells them apart. `Part` says what x, y and z are:
+// initial state tells them apart. `Derived` says what x, y and z are:
 //   read(b, hk, begin, count)  reads y and z
 //   emit(segment, h, begin, count, state, ordered)  reads x, writes results
 //   counted()                  the matrix whose rows are summed beside the state
@@ -29,9 +29,6 @@ class Walk {
   int64_t kinds;
   State<T>* states;
 
-  static int64_t kinds_of(const Problem<T>& problem) {
-    return problem.p.decay.data || problem.p.initial_z.data ? problem.group : 1;
-  }
   void clear() {
     for (int64_t k = 0; k < kinds; ++k) states[k].clear();
   }
@@ -84,7 +81,7 @@ class Walk {
     z_ = take_matrix<T>(arena, problem.chunk, dz, kRight);
     weights_.take(arena, problem);
     result_ = arena.take<A<T>>(problem.chunk * round_up(dz, kPanel<T>));
-    kinds = kinds_of(problem);
+    kinds = problem.kinds();
     states = arena.take<State<T>>(kinds);
     for (int64_t k = 0; k < kinds; ++k) states[k].take(arena, dx, dz, problem.d, kRight);
   }
@@ -223,7 +220,7 @@ inline void forward(const LinearAttentionParams& p, const Parallel& parallel) {
     });
     return;
   }
-  const int64_t kinds = Forward<T>::kinds_of(problem);
+  const int64_t kinds = problem.kinds();
   const SegmentStates<T> states(keys, heads, kinds, problem.d, problem.dv, problem.d);
   for_each_item<T>(parallel, tasks, [&](int64_t task, Arena& arena) {
     const int64_t s = task / heads, hk = task % heads;

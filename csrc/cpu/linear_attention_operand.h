@@ -36,6 +36,19 @@ FASTATTN_INLINE V<T> feature_slope(V<T> x) {
   else
     return one;
 }
+// The same from y = feature(x), which is at most 1 where the slope is y itself.
+template <class T, FeatureMap kMap>
+FASTATTN_INLINE V<T> slope_of_feature(V<T> y) {
+  const V<T> one = broadcast(A<T>(1));
+  if constexpr (kMap == FeatureMap::elu)
+    return y > one ? one : y;
+  else if constexpr (kMap == FeatureMap::relu)
+    return y > A<T>(0) ? one : V<T>{};
+  else if constexpr (kMap == FeatureMap::exp)
+    return y;
+  else
+    return one;
+}
 // f.template operator()<map>()
 template <class F>
 FASTATTN_INLINE void with_map(FeatureMap map, F&& f) {

@@ -70,6 +70,9 @@ struct Problem {
     dv = round_up(p.Dv, kUnit<T>);
     chunk = 64;
   }
+  // States of one key/value head: one per query head of its group, or one for all of them where neither decay
+  // nor an initial state tells them apart.
+  int64_t kinds() const { return p.decay.data || p.initial_z.data ? group : 1; }
   // Elements of a state [rows, columns] in panels and of z behind it.
   int64_t state_size(int64_t rows, int64_t columns) const { return rows * round_up(columns, kPanel<T>) + d; }
   // The tokens of all sequences, cut into segments for as many threads as there are. One segment takes the
