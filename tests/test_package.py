@@ -323,7 +323,12 @@ WRONG = {
         torch.randn(6, 8),
     ],
     "value": [torch.randn(2, 2, 5, 3), torch.randn(2, 1, 6, 3), torch.randn(2, 2, 6, 3).half()],
-    "attn_mask": [torch.randn(2, 4, 5, 7), torch.randn(5, 6), torch.zeros(2, 4, 5, 6, dtype=torch.uint8)],
+    "attn_mask": [
+        torch.randn(2, 4, 5, 7),
+        torch.randn(1, 2, 4, 5, 6),
+        torch.randn(5, 7),
+        torch.zeros(2, 4, 5, 6, dtype=torch.uint8),
+    ],
     "key_padding_mask": [torch.ones(2, 5, dtype=torch.bool), torch.ones(2, 6)],
     "alibi_slopes": [torch.ones(3), torch.ones(4, 2), torch.ones(4).double()],
     "sinks": [torch.ones(3), torch.ones(2, 4), torch.ones(4).half()],
