@@ -61,7 +61,7 @@ void fill(AttentionParams& p, const Array& query, const Array& key, const MaybeT
   p.softcap = options.softcap;
   p.window_left = options.window_left;
   p.window_right = options.window_right;
-  p.offset = options.lower_right ? p.S - p.L : 0;
+  p.lower_right = options.lower_right;
   p.dropout_p = options.dropout_p;
   p.seed = 0;
   if (options.dropout_p > 0) {

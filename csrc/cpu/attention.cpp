@@ -11,6 +11,7 @@
 //
 // The parts, each built on those above it:
 //   attention_problem.h    types and options, which key a query sees, tiles of query rows, dropout
+//   attention_tasks.h      sequences as problems, and their tasks
 //   attention_pack.h       panels of query rows, blocks of keys and values
 //   attention_scores.h     scores of a tile and a key block, with bias and masks
 //   attention_softmax.h    weights, running sums, the finished tile; log-sum-exp back to weights
@@ -46,7 +47,12 @@ void with_dtype(DType dtype, F&& f) {
 }
 // Of the forward, without what masks save.
 double operations(const AttentionParams& p) {
-  return 2.0 * double(p.B * p.H * p.L) * double(p.S) * double(p.D + p.Dv);
+  double scores = double(p.B * p.L) * double(p.S);
+  if (p.sequences) {
+    scores = 0;
+    for (int64_t b = 0; b < p.B; ++b) scores += double(p.sequences[b].L) * double(p.sequences[b].S);
+  }
+  return 2.0 * double(p.H) * scores * double(p.D + p.Dv);
 }
 
 void forward_of_dtype(const AttentionParams& p, const Parallel& parallel) {

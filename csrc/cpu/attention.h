@@ -7,11 +7,19 @@
 
 namespace fastattn {
 
+// Rows [query, query + L) of queries and [key, key + S) of keys of a batch.
+struct Sequence {
+  int64_t query, key, L, S;
+};
+
 struct AttentionParams {
   int64_t B, H, Hkv, L, S, D, Dv;  // H is a multiple of Hkv: query head h reads key/value head h / (H / Hkv)
-  View query;                      // (B, H, L, D)
-  View key;                        // (B, Hkv, S, D)
-  View value;                      // (B, Hkv, S, Dv)
+  // One for each b, which attends within it; null: all L rows and S keys. Batches then may be one and the
+  // same memory (stride[0] == 0: packed sequences), and there are no mask and no key_padding.
+  const Sequence* sequences;
+  View query;        // (B, H, L, D)
+  View key;          // (B, Hkv, S, D)
+  View value;        // (B, Hkv, S, Dv)
   View mask;         // (B, H, L, S), broadcast dimensions have stride 0; boolean (true = attend) or
                      // additive of the query's dtype or f32; -inf hides
   View key_padding;  // (B, S) boolean, true = attend
@@ -21,11 +29,12 @@ struct AttentionParams {
   double softcap;        // 0 = off
   int64_t window_left;   // keys visible left of the diagonal, -1 = unlimited
   int64_t window_right;  // the same right of it; 0 = causal
-  int64_t offset;        // the diagonal of query i is key i + offset: 0 (upper left) or S - L (lower right)
+  bool lower_right;      // the diagonal of query i is key i + S - L, otherwise i
   double dropout_p;
   uint64_t seed;
   View out;  // (B, H, L, Dv); stride[3] == 1
-  View lse;  // (B, H, L) contiguous; f32, f64 for f64 inputs
+  View lse;  // (B, H, L), the elements of a contiguous tensor: they number the rows for dropout; f32, f64 for
+             // f64 inputs
 };
 
 struct AttentionGradParams : AttentionParams {

@@ -1,6 +1,7 @@
 // Attention backward: one pass over the scores of each chunk of keys gives every gradient.
 #pragma once
 #include "attention_mask_grad.h"
+#include "attention_tasks.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
@@ -52,13 +53,25 @@ struct Chunks {
                   // batch
   int64_t units;  // key/value heads, or key/value heads of all batches
   int64_t count, keys;  // chunk c has the keys [c * keys, (c + 1) * keys)
-  Chunks(const Problem<T>& problem, const AttentionGradParams& p, int threads) {
+  int64_t size;         // of what a chunk contributes to grad_query
+  int64_t slopes_per_task;
+  int64_t tasks, merges, memory;
+  Chunks(const Problem<T>& problem, const AttentionGradParams& p, const Work& all, int threads) {
     fused_mask = mask_grad_is_fused<T>(p);
     by_head = fused_mask && mask_is_shared_by_batch(p);
     units = by_head ? p.Hkv : p.B * p.Hkv;
+    Work own;
+    own.add(problem);
+    // As many as its part of the work deserves.
+    const double wanted = own.keys > 0 ? 4 * threads * (own.keys / all.keys) / double(units) : 1;
     const int64_t visible = p.L > 0 ? problem.key_end - problem.key_begin : 0;
-    count = max(1, min((4 * threads + units - 1) / units, visible / 512));
+    count = max(1, min(int64_t(__builtin_ceil(wanted)), visible / 512));
     keys = max(kBlock, round_up((p.S + count - 1) / count, kBlock));
+    slopes_per_task = p.B * p.H / units;
+    size = p.B * p.Hkv * problem.tiles * p.D * kTile<T>;
+    tasks = units * count;
+    merges = count > 1 ? p.B * p.Hkv * problem.tiles : 0;
+    memory = count > 1 ? count * size : 0;
   }
 };
 
@@ -154,39 +167,61 @@ inline void merge_grad_query(const Problem<T>& problem, const View& view, int64_
   put_grad_query(problem, view, tile, sum);
 }
 
+// The gradients of slopes from what the chunks of one problem contributed, in their order.
+template <class T>
+inline void merge_grad_alibi(const AttentionGradParams& p, const Chunks<T>& chunks, const double* partial) {
+  const int64_t slopes = p.B * p.H;
+  for (int64_t x = 0; x < slopes; ++x) {
+    double sum = 0;
+    for (int64_t c = 0; c < chunks.count; ++c) sum += partial[c * slopes + x];
+    static_cast<A<T>*>(p.grad_alibi.data)[x] = A<T>(-sum);
+  }
+}
+
+template <class T>
+inline void backward_task(const Problem<T>& problem, const AttentionGradParams& p, const Chunks<T>& chunks,
+                          int64_t task, A<T>* partial, double* alibi) {
+  const int64_t chunk = task % chunks.count, unit = task / chunks.count;
+  const int64_t first = chunks.by_head ? 0 : unit / p.Hkv, last = chunks.by_head ? p.B : first + 1;
+  A<T>* queries = chunks.count > 1 ? partial + chunk * chunks.size : nullptr;
+  double* slopes = alibi ? alibi + chunk * p.B * p.H : nullptr;
+  for (int64_t b = first; b < last; ++b)
+    backward_head(problem, p, b, unit % p.Hkv, chunks, chunk, queries, slopes);
+}
+
 template <class T>
 inline void backward(const AttentionGradParams& p, const Parallel& parallel) {
-  const int64_t heads = p.B * p.Hkv, slopes = p.B * p.H;
-  if (heads == 0) return;
-  const Problem<T> problem(p);
-  const Chunks<T> chunks(problem, p, parallel.threads);
-  const int64_t size = heads * problem.tiles * p.D * kTile<T>;
-  const Buffer<A<T>> partial(chunks.count > 1 ? chunks.count * size : 0);
-  const Buffer<double> alibi(p.grad_alibi.data ? chunks.count * slopes : 0);
-  if (p.grad_alibi.data) std::memset(alibi.data(), 0, size_t(chunks.count * slopes) * sizeof(double));
+  if (p.B * p.Hkv == 0) return;
+  const Problems<T, AttentionGradParams> problems(p);
+  const Schedule<Chunks<T>> schedule(problems, parallel.threads);
+  const Buffer<A<T>> partial(schedule.memory);
+  const int64_t slopes = p.grad_alibi.data ? schedule.parts()[0].plan.slopes_per_task : 0;
+  const Buffer<double> alibi(schedule.tasks * slopes);
+  if (alibi.data()) std::memset(alibi.data(), 0, size_t(schedule.tasks * slopes) * sizeof(double));
   if (p.grad_sinks.data) std::memset(p.grad_sinks.data, 0, size_t(p.B * p.H) * sizeof(A<T>));
   if (p.grad_mask.data) clear_mask_grad(p);
 
-  for_each_task(parallel, chunks.units * chunks.count, [&](int64_t task, int) {
-    const int64_t chunk = task % chunks.count, unit = task / chunks.count;
-    const int64_t first = chunks.by_head ? 0 : unit / p.Hkv, last = chunks.by_head ? p.B : first + 1;
-    A<T>* queries = partial.data() ? partial.data() + chunk * size : nullptr;
-    double* alibi_sums = alibi.data() ? alibi.data() + chunk * slopes : nullptr;
-    for (int64_t b = first; b < last; ++b)
-      backward_head(problem, p, b, unit % p.Hkv, chunks, chunk, queries, alibi_sums);
-  });
-  if (partial.data())
-    for_each_task(parallel, heads * problem.tiles, [&](int64_t task, int) {
-      const int64_t head = task / problem.tiles, t = task % problem.tiles;
-      merge_grad_query(problem, p.grad_query, head / p.Hkv, head % p.Hkv, t, chunks.count, partial.data());
+  for_each_task(parallel, schedule.tasks, [&](int64_t task, int) {
+    const auto& part = schedule.of_task(task);
+    problems.with(part.problem, [&](const Problem<T>& problem, const AttentionGradParams& own) {
+      backward_task(problem, own, part.plan, task - part.task, partial.data() + part.memory,
+                    alibi.data() ? alibi.data() + part.task * slopes : nullptr);
     });
+  });
+  for_each_task(parallel, schedule.merges, [&](int64_t merge, int) {
+    const auto& part = schedule.of_merge(merge);
+    problems.with(part.problem, [&](const Problem<T>& problem, const AttentionGradParams& own) {
+      const int64_t task = merge - part.merge, head = task / problem.tiles, t = task % problem.tiles;
+      merge_grad_query(problem, own.grad_query, head / p.Hkv, head % p.Hkv, t, part.plan.count,
+                       partial.data() + part.memory);
+    });
+  });
   if (p.grad_alibi.data)
-    for (int64_t x = 0; x < slopes; ++x) {
-      double sum = 0;
-      for (int64_t c = 0; c < chunks.count; ++c) sum += alibi.data()[c * slopes + x];
-      static_cast<A<T>*>(p.grad_alibi.data)[x] = A<T>(-sum);
-    }
-  if (p.grad_mask.data && !chunks.fused_mask) mask_gradient(problem, p, parallel);
+    for (const auto& part : schedule.parts())
+      problems.with(part.problem, [&](const Problem<T>&, const AttentionGradParams& own) {
+        merge_grad_alibi(own, part.plan, alibi.data() + part.task * slopes);
+      });
+  if (p.grad_mask.data && !schedule.parts()[0].plan.fused_mask) mask_gradient(Problem<T>(p), p, parallel);
 }
 
 }  // namespace

@@ -265,7 +265,7 @@ inline void finish_decode(const Problem<T>& problem, const Decode<T>& decode) {
     for (int64_t d = 0; d < p.Dv; d += N<T>)
       store_row<A<T>>(out + d, 1, p.Dv - d,
                       decode.tile.seen[r] ? load(decode.out + r * decode.columns_v + d) * inverse : V<T>{});
-    static_cast<A<T>*>(p.lse.data)[(decode.tile.b * p.H + decode.tile.head[r]) * p.L + decode.tile.row[r]] =
+    static_cast<A<T>*>(p.lse.data)[offset(p.lse, decode.tile.b, decode.tile.head[r], decode.tile.row[r])] =
         natural_lse<T>(V<T>{} + decode.reference[r], V<T>{} + decode.sum[r])[0];
   }
 }
@@ -329,23 +329,10 @@ inline void merge_decode(const Problem<T>& problem, int64_t b, int64_t hk, int64
   finish_decode(problem, decode);
 }
 
+// A function of the shape alone, so that results do not depend on the number of threads.
 template <class T>
-inline void forward_decode(const Problem<T>& problem, const Parallel& parallel) {
-  const AttentionParams& p = problem.p;
-  const int64_t heads = p.B * p.Hkv;
-  // A function of the shape alone, so that results do not depend on the number of threads.
-  const int64_t splits = max(1, min(128 / heads, (problem.key_end - problem.key_begin) / 512));
-  const int64_t size = problem.group * p.L * decode_size(problem);
-  const Buffer<A<T>> partial(splits > 1 ? heads * splits * size : 0);
-  for_each_task(parallel, heads * splits, [&](int64_t task, int) {
-    const int64_t head = task / splits;
-    A<T>* to = partial.data() + (splits > 1 ? task * size : 0);
-    decode_head(problem, head / p.Hkv, head % p.Hkv, splits, task % splits, to);
-  });
-  if (splits > 1)
-    for_each_task(parallel, heads, [&](int64_t head, int) {
-      merge_decode(problem, head / p.Hkv, head % p.Hkv, splits, partial.data() + head * splits * size);
-    });
+inline int64_t decode_splits(const Problem<T>& problem, int64_t heads) {
+  return max(1, min(128 / max(heads, 1), (problem.key_end - problem.key_begin) / 512));
 }
 
 }  // namespace

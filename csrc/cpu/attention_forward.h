@@ -2,6 +2,7 @@
 #pragma once
 #include "attention_decode.h"
 #include "attention_softmax.h"
+#include "attention_tasks.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
@@ -80,29 +81,46 @@ class BlockStep {
   E<T>* pairs_;  // weights as pairs of keys, where products take them so
 };
 
+// How one problem is cut. Keys are split over tasks when there are few tiles or rows. Splits are a function
+// of the shape alone, so that results do not depend on the number of threads.
 template <class T>
-inline int64_t tiles_per_task(const Problem<T>& problem, int threads, int64_t panel) {
-  // Enough tasks that uneven ones balance, few enough that a packed key block is shared; panels stay in L2.
-  int64_t all = problem.p.B * problem.p.Hkv * problem.tiles;
-  int64_t fit = max(1, (512 << 10) / (panel * kTile<T> * int64_t(sizeof(A<T>))));
-  return max(1, min(min(8, fit), all / (int64_t(threads) * 6)));
-}
-// Keys are split over tasks when there are few tiles. A function of the shape alone, so that results do not
-// depend on the number of threads.
-template <class T>
-struct Splits {
-  int64_t count;
-  int64_t begin, keys;  // split s has the keys [begin + s * keys, begin + (s + 1) * keys)
+struct ForwardPlan {
+  bool few_rows;
+  int64_t splits, begin, keys;  // split s has the keys [begin + s * keys, begin + (s + 1) * keys)
   int64_t rows_v;
-  int64_t size;  // of a tile's partial result: reference, sum, out^T
-  explicit Splits(const Problem<T>& problem) {
-    const int64_t tiles = problem.p.B * problem.p.Hkv * problem.tiles,
-                  all = problem.key_end - problem.key_begin;
-    count = max(1, min(64 / max(tiles, 1), all / 512));
-    begin = round_down(problem.key_begin, kBlock);
-    keys = round_up((all + count - 1) / count, kBlock);
-    rows_v = round_up(problem.p.Dv, Format<T>::kRows);
-    size = rows_v * kTile<T> + 2 * kTile<T>;
+  int64_t size;      // of a partial result: of a tile reference, sum, out^T; of few rows see decode_size
+  int64_t per_task;  // tiles
+  int64_t tasks_per_head;
+  int64_t tasks, merges, memory;
+  ForwardPlan(const Problem<T>& problem, const AttentionParams& p, const Work& all, int threads) {
+    const int64_t heads = p.B * p.Hkv, visible = problem.key_end - problem.key_begin;
+    few_rows = has_few_rows(problem);
+    rows_v = round_up(p.Dv, Format<T>::kRows);
+    if (few_rows) {
+      splits = decode_splits(problem, all.heads);
+      size = problem.group * p.L * decode_size(problem);
+      per_task = tasks_per_head = 1;
+    } else {
+      splits = max(1, min(64 / max(all.tiles, 1), visible / 512));
+      begin = round_down(problem.key_begin, kBlock);
+      keys = round_up((visible + splits - 1) / splits, kBlock);
+      size = rows_v * kTile<T> + 2 * kTile<T>;
+      per_task = splits > 1 ? 1 : tiles_per_task(problem, all, threads);
+      tasks_per_head = (problem.tiles + per_task - 1) / per_task;
+    }
+    const int64_t units = heads * (few_rows ? 1 : problem.tiles);
+    tasks = p.L ? heads * tasks_per_head * splits : 0;
+    merges = splits > 1 ? units : 0;
+    memory = splits > 1 ? units * splits * size : 0;
+  }
+
+ private:
+  static int64_t tiles_per_task(const Problem<T>& problem, const Work& all, int threads) {
+    // Enough tasks that uneven ones balance, few enough that a packed key block is shared; panels stay in L2.
+    const int64_t panel = problem.depth + problem.p.Dv;
+    const int64_t fit = max(1, (512 << 10) / (panel * kTile<T> * int64_t(sizeof(A<T>))));
+    const int64_t tiles = int64_t(all.keys / Work::keys_per_tile(problem));  // like these, in all
+    return max(1, min(min(8, fit), tiles / (int64_t(threads) * 6)));
   }
 };
 
@@ -110,7 +128,7 @@ struct Splits {
 // only one, else a partial result.
 template <class T>
 inline void forward_tiles(const Problem<T>& problem, int64_t b, int64_t hk, int64_t first, int64_t count,
-                          const Splits<T>& splits, int64_t split, A<T>* partial) {
+                          const ForwardPlan<T>& plan, int64_t split, A<T>* partial) {
   typename Format<T>::Configuration configuration;
   const AttentionParams& p = problem.p;
   Arena& arena = thread_arena();
@@ -125,21 +143,21 @@ inline void forward_tiles(const Problem<T>& problem, int64_t b, int64_t hk, int6
   for (int64_t t = 0; t < count; ++t) {
     make_tile(problem, b, hk, first + t, tiles[t]);
     pack_transposed(tiles[t], p.query, p.D, problem.depth, panels + t * problem.depth * kTile<T>);
-    states[t].out = arena.take_zero<A<T>>(splits.rows_v * kTile<T>);
+    states[t].out = arena.take_zero<A<T>>(plan.rows_v * kTile<T>);
     start_state(problem, tiles[t], split == 0, states[t]);
     key_begin = min(key_begin, tiles[t].lo_min);
     key_end = max(key_end, tiles[t].hi_max);
   }
-  if (splits.count > 1) {
-    key_begin = max(key_begin, splits.begin + split * splits.keys);
-    key_end = min(key_end, splits.begin + (split + 1) * splits.keys);
+  if (plan.splits > 1) {
+    key_begin = max(key_begin, plan.begin + split * plan.keys);
+    key_end = min(key_end, plan.begin + (split + 1) * plan.keys);
   }
   for (int64_t begin = round_down(key_begin, kBlock); begin < key_end; begin += kBlock) {
     KeyBlock<T> block = make_block(problem, b, hk, begin, min(begin + kBlock, p.S), Use::forward, scratch);
     for (int64_t t = 0; t < count; ++t)
       step.run(problem, tiles[t], panels + t * problem.depth * kTile<T>, block, states[t]);
   }
-  if (splits.count > 1) {
+  if (plan.splits > 1) {
     std::memcpy(partial, states[0].reference, sizeof states[0].reference);
     std::memcpy(partial + kTile<T>, states[0].sum, sizeof states[0].sum);
     std::memcpy(partial + 2 * kTile<T>, states[0].out, size_t(p.Dv * kTile<T>) * sizeof(A<T>));
@@ -150,23 +168,23 @@ inline void forward_tiles(const Problem<T>& problem, int64_t b, int64_t hk, int6
 
 // Finishes tile t of one key/value head from the partial results of its splits, in their order.
 template <class T>
-inline void merge_tile(const Problem<T>& problem, int64_t b, int64_t hk, int64_t t, const Splits<T>& splits,
-                       const A<T>* partial) {
+inline void merge_tile(const Problem<T>& problem, int64_t b, int64_t hk, int64_t t,
+                       const ForwardPlan<T>& plan, const A<T>* partial) {
   Arena& arena = thread_arena();
   Arena::Scope scope(arena);
   Tile<T>& tile = *arena.take<Tile<T>>(1);
   make_tile(problem, b, hk, t, tile);
   State<T> state;
-  state.out = arena.take_zero<A<T>>(splits.rows_v * kTile<T>);
+  state.out = arena.take_zero<A<T>>(plan.rows_v * kTile<T>);
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) {
     V<T> top = V<T>{} - kInf<T>;
-    for (int64_t s = 0; s < splits.count; ++s) top = maximum(top, load(partial + s * splits.size + v * N<T>));
+    for (int64_t s = 0; s < plan.splits; ++s) top = maximum(top, load(partial + s * plan.size + v * N<T>));
     state.reference[v] = top;
     state.sum[v] = V<T>{};
     V<T> shift = finite_or_zero(top);
-    for (int64_t s = 0; s < splits.count; ++s) {
-      const A<T>* part = partial + s * splits.size;
+    for (int64_t s = 0; s < plan.splits; ++s) {
+      const A<T>* part = partial + s * plan.size;
       V<T> alpha = exp2<>(load(part + v * N<T>) - shift);
       state.sum[v] += load(part + kTile<T> + v * N<T>) * alpha;
       for (int64_t d = 0; d < problem.p.Dv; ++d) {
@@ -179,32 +197,46 @@ inline void merge_tile(const Problem<T>& problem, int64_t b, int64_t hk, int64_t
 }
 
 template <class T>
+inline void forward_task(const Problem<T>& problem, const ForwardPlan<T>& plan, int64_t task, A<T>* partial) {
+  const AttentionParams& p = problem.p;
+  const int64_t split = task % plan.splits, unit = task / plan.splits;
+  if (plan.few_rows)
+    return decode_head(problem, unit / p.Hkv, unit % p.Hkv, plan.splits, split,
+                       partial + (plan.splits > 1 ? task * plan.size : 0));
+  // The last tiles first: under a causal mask they are the longest.
+  const int64_t head = unit / plan.tasks_per_head,
+                part = plan.tasks_per_head - 1 - unit % plan.tasks_per_head;
+  const int64_t first = part * plan.per_task, count = min(plan.per_task, problem.tiles - first);
+  const int64_t at = plan.splits > 1 ? (head * problem.tiles + first) * plan.splits + split : 0;
+  forward_tiles(problem, head / p.Hkv, head % p.Hkv, first, count, plan, split, partial + at * plan.size);
+}
+template <class T>
+inline void merge_task(const Problem<T>& problem, const ForwardPlan<T>& plan, int64_t task,
+                       const A<T>* partial) {
+  const int64_t Hkv = problem.p.Hkv, head = plan.few_rows ? task : task / problem.tiles;
+  const A<T>* from = partial + task * plan.splits * plan.size;
+  if (plan.few_rows) return merge_decode(problem, head / Hkv, head % Hkv, plan.splits, from);
+  merge_tile(problem, head / Hkv, head % Hkv, task % problem.tiles, plan, from);
+}
+
+template <class T>
 inline void forward(const AttentionParams& p, const Parallel& parallel) {
   if (p.B * p.H * p.L == 0) return;
-  const Problem<T> problem(p);
-  if (has_few_rows(problem)) return forward_decode(problem, parallel);
-  const Splits<T> splits(problem);
-  const bool split_keys = splits.count > 1;
-  const int64_t heads = p.B * p.Hkv, tiles = problem.tiles;
-  const int64_t per_task = split_keys ? 1 : tiles_per_task(problem, parallel.threads, problem.depth + p.Dv);
-  const int64_t tasks_per_head = (tiles + per_task - 1) / per_task;
-  const Buffer<A<T>> partial(split_keys ? heads * tiles * splits.count * splits.size : 0);
-
-  for_each_task(parallel, heads * tasks_per_head * splits.count, [&](int64_t task, int) {
-    const int64_t split = task % splits.count, unit = task / splits.count;
-    // The last tiles first: under a causal mask they are the longest.
-    const int64_t head = unit / tasks_per_head, part = tasks_per_head - 1 - unit % tasks_per_head;
-    const int64_t first = part * per_task, count = min(per_task, tiles - first);
-    A<T>* to =
-        partial.data() + (split_keys ? ((head * tiles + first) * splits.count + split) * splits.size : 0);
-    forward_tiles(problem, head / p.Hkv, head % p.Hkv, first, count, splits, split, to);
-  });
-  if (split_keys)
-    for_each_task(parallel, heads * tiles, [&](int64_t task, int) {
-      const int64_t head = task / tiles;
-      const A<T>* from = partial.data() + task * splits.count * splits.size;
-      merge_tile(problem, head / p.Hkv, head % p.Hkv, task % tiles, splits, from);
+  const Problems<T, AttentionParams> problems(p);
+  const Schedule<ForwardPlan<T>> schedule(problems, parallel.threads);
+  const Buffer<A<T>> partial(schedule.memory);
+  for_each_task(parallel, schedule.tasks, [&](int64_t task, int) {
+    const auto& part = schedule.of_task(task);
+    problems.with(part.problem, [&](const Problem<T>& problem, const AttentionParams&) {
+      forward_task(problem, part.plan, task - part.task, partial.data() + part.memory);
     });
+  });
+  for_each_task(parallel, schedule.merges, [&](int64_t merge, int) {
+    const auto& part = schedule.of_merge(merge);
+    problems.with(part.problem, [&](const Problem<T>& problem, const AttentionParams&) {
+      merge_task(problem, part.plan, merge - part.merge, partial.data() + part.memory);
+    });
+  });
 }
 
 }  // namespace

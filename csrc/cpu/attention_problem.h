@@ -68,6 +68,7 @@ struct Problem {
   int64_t tiles_per_head, tiles;  // tiles of one key/value head, over all its query heads
   bool flat;                      // short queries: a tile takes rows of several heads
   int64_t depth, depth_v;         // D and Dv as padded for the products
+  int64_t shift;                  // the diagonal of query i is key i + shift
   int64_t key_begin, key_end;     // keys inside some query's band
   bool masked;                    // some keys may be hidden by attn_mask or key_padding_mask
   bool general;                   // scores need more than a positive scale (then they are transformed first)
@@ -81,6 +82,7 @@ struct Problem {
     tiles = flat ? (group * p.L + kTile<T> - 1) / kTile<T> : group * tiles_per_head;
     depth = round_up(p.D, Format<T>::kDepth);
     depth_v = round_up(p.Dv, Format<T>::kDepth);
+    shift = p.lower_right ? p.S - p.L : 0;
     int64_t lo, hi;
     band(0, lo, hi);
     key_begin = lo;
@@ -95,7 +97,7 @@ struct Problem {
   bool has_dropout() const { return p.dropout_p > 0; }
   // Keys [lo, hi) that the band leaves to query i; lo >= hi where it leaves none.
   void band(int64_t i, int64_t& lo, int64_t& hi) const {
-    int64_t diagonal = i + p.offset;
+    int64_t diagonal = i + shift;
     lo = p.window_left < 0 ? 0 : min(max(diagonal - p.window_left, 0), p.S);
     hi = p.window_right < 0 ? p.S : max(min(diagonal + min(p.window_right, p.S + p.L) + 1, p.S), 0);
   }
@@ -143,6 +145,8 @@ struct Tile {
   Word<T> key1[kTile<T>], key2[kTile<T>];  // dropout: two words per row
 };
 
+// Of the seed, from row to row.
+constexpr uint64_t kRowStep = 0x9E3779B97F4A7C15u;
 inline uint64_t mix(uint64_t z) {
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
   z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
@@ -175,10 +179,10 @@ inline void describe(const Problem<T>& problem, int64_t b, Tile<T>& tile) {
     }
     if (p.alibi.data) {
       tile.slope[r] = static_cast<const A<T>*>(p.alibi.data)[offset(p.alibi, b, h)];
-      tile.diagonal[r] = A<T>(i + p.offset);
+      tile.diagonal[r] = A<T>(i + problem.shift);
     }
     if (problem.has_dropout()) {
-      uint64_t z = mix(p.seed + uint64_t((b * p.H + h) * p.L + i + 1) * 0x9E3779B97F4A7C15u);
+      uint64_t z = mix(p.seed + uint64_t(offset(p.lse, b, h, i) + 1) * kRowStep);
       tile.key1[r] = Word<T>(uint32_t(z));
       tile.key2[r] = Word<T>(uint32_t(z >> 32));
     }

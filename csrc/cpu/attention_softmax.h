@@ -220,7 +220,7 @@ inline void finish_tile(const Problem<T>& problem, const Tile<T>& tile, State<T>
   for (int v = 0; v < NV; ++v) {
     const V<T> level = natural_lse<T>(state.reference[v], state.sum[v]);
     for (int i = 0; i < N<T> && v * N<T> + i < tile.count; ++i)
-      lse[(tile.b * p.H + tile.head[v * N<T> + i]) * p.L + tile.row[v * N<T> + i]] = level[i];
+      lse[offset(p.lse, tile.b, tile.head[v * N<T> + i], tile.row[v * N<T> + i])] = level[i];
   }
 }
 
@@ -243,8 +243,7 @@ inline void find_level(const Problem<T>& problem, const Tile<T>& tile, const E<T
   level.exact = false;
   for (int r = 0; r < kTile<T>; ++r) {
     A<T> value = kInf<T>;  // rows that see nothing: their weights are 0
-    if (tile.seen[r])
-      value = lse[(tile.b * problem.p.H + tile.head[r]) * problem.p.L + tile.row[r]] * A<T>(kLog2e);
+    if (tile.seen[r]) value = lse[offset(problem.p.lse, tile.b, tile.head[r], tile.row[r])] * A<T>(kLog2e);
     if (tile.seen[r]) {
       level.exact |= !(value <= kLevelLimit<T> && value >= -kLevelLimit<T>);
       if (value == kInf<T>)
