@@ -1,9 +1,9 @@
 """The machine's roofs, measured in the same run and on the same threads as the cases.
 
 "fp32" and "bf16" are register-only multiply-add loops of the native library (csrc/cpu/roof.cpp), "bf16_tile"
-the same for matrix tiles where the processor has them. Without the native library, or the instruction, a
-1024^3 torch.matmul stands in, which is another roof. "copy" is a copy between two buffers larger than the
-private caches, read + write.
+the same for matrix tiles where the processor has them. A processor that cannot multiply bf16 widens it: its
+roof is that of fp32. Without the native library a 1024^3 fp32 torch.matmul stands in, which is another roof.
+"copy" is a copy between two buffers larger than the private caches, read + write.
 """
 
 from collections.abc import Callable
@@ -35,31 +35,30 @@ class Roof:
         return "GB/s" if self.kind == "copy" else "GFLOP/s"
 
 
-def _register_loop(kind: str) -> Roof | None:
+def _register_loop(kind: str, loop: str) -> Roof | None:
     """None where the library or the instruction is missing: the op then says that it did no operations."""
     if _native.missing() is not None:
         return None
     op = torch.ops.fastattn.roof.default
     iterations = 1000
-    if op(kind, iterations) == 0:
+    if op(loop, iterations) == 0:
         return None
     threads = torch.get_num_threads()
     # The work per thread is found on one: with several, waiting for the others to start would count as work.
     torch.set_num_threads(1)
     try:
-        while min(time_calls(partial(op, kind, iterations), 1) for _ in range(3)) < CALL_SECONDS:
+        while min(time_calls(partial(op, loop, iterations), 1) for _ in range(3)) < CALL_SECONDS:
             iterations *= 2
     finally:
         torch.set_num_threads(threads)
-    return Roof(kind, "register multiply-add loop", op(kind, iterations), lambda: op(kind, iterations))
+    source = "register multiply-add loop" + ("" if loop == kind else f" of {loop}")
+    return Roof(kind, source, op(loop, iterations), lambda: op(loop, iterations))
 
 
-def _matmul(kind: str) -> Roof | None:
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(kind)
-    if dtype is None:
-        return None
-    a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE).to(dtype) for _ in range(2))
-    return Roof(kind, f"torch.matmul {MATMUL_SIZE}", 2 * MATMUL_SIZE**3, lambda: a @ b)
+def _matmul(kind: str) -> Roof:
+    # In fp32 for every kind: torch multiplies bf16 a hundred times slower on some processors.
+    a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE) for _ in range(2))
+    return Roof(kind, f"torch.matmul {MATMUL_SIZE} fp32", 2 * MATMUL_SIZE**3, lambda: a @ b)
 
 
 def _copy() -> Roof:
@@ -68,7 +67,14 @@ def _copy() -> Roof:
     return Roof("copy", f"copy of {COPY_BYTES >> 20} MiB", 2 * COPY_BYTES, lambda: target.copy_(source))
 
 
+def _find(kind: str) -> Roof | None:
+    if kind == "copy":
+        return _copy()
+    if kind == "bf16_tile":
+        return _register_loop(kind, kind)
+    return _register_loop(kind, kind) or _register_loop(kind, "fp32") or _matmul(kind)
+
+
 def roofs(kinds: tuple[str, ...] = KINDS) -> dict[str, Roof]:
     """The roofs that this machine has."""
-    found = {kind: _copy() if kind == "copy" else _register_loop(kind) or _matmul(kind) for kind in kinds}
-    return {kind: roof for kind, roof in found.items() if roof is not None}
+    return {kind: roof for kind in kinds if (roof := _find(kind)) is not None}

@@ -321,6 +321,18 @@ def test_roofs_are_positive_and_say_how_they_were_measured():
     assert (found["fp32"].unit, found["copy"].unit) == ("GFLOP/s", "GB/s")
 
 
+def test_the_roof_of_bf16_without_an_instruction_is_that_of_fp32(monkeypatch):
+    loop = roof_module._register_loop
+    monkeypatch.setattr(
+        roof_module, "_register_loop", lambda kind, name: loop(kind, name) if name == "fp32" else None
+    )
+    found = roof_module.roofs(("fp32", "bf16", "bf16_tile"))
+    assert set(found) == {"fp32", "bf16"}
+    assert found["bf16"].kind == "bf16"
+    assert "fp32" in found["bf16"].source
+    assert found["bf16"].unit == "GFLOP/s"
+
+
 def test_a_roof_call_is_long_beside_the_start_of_threads():
     if _native.missing() is None:
         roof = roof_module.roofs(("fp32",))["fp32"]
