@@ -37,6 +37,13 @@ X86_64 = {
     "amx": f"{AVX512} -mavx512bf16 -mamx-tile -mamx-bf16",
 }
 ISAS = {"x86_64": X86_64, "aarch64": {"neon": ""}}.get(platform.machine(), {"baseline": ""})
+# Sources that gain nothing from an instruction set over the ones before it: there is no such variant of them.
+WITHOUT = {
+    "aggregation": ("avx512_bf16", "amx"),
+    "graph": ("avx2", "avx512", "avx512_bf16", "amx"),
+    "graph_attention": ("avx512_bf16", "amx"),
+    "linear_attention": ("avx512_bf16",),
+}
 # errno and traps forbid vectorising and are given up; the rest of IEEE arithmetic stays (no -ffast-math).
 # "Uninitialized" is what GCC 12 says of its own AVX-512 header.
 FLAGS = "-O3 -DNDEBUG" if os.environ.get("DEBUG", "0") in ("", "0") else "-Og -g"
@@ -80,6 +87,12 @@ def find_obstacle():
 TORCH, TORCH_VERSION = find_torch()
 OBSTACLE = find_obstacle()
 MISSING = OBSTACLE or (None if TORCH else "no torch >= 2.11 with headers in this environment")
+ONCE = [Path("csrc/cpu/isa.cpp"), Path("csrc/cpu/dispatch.cpp")]
+KERNELS = sorted({*Path("csrc/cpu").glob("*.cpp")} - {*ONCE})
+
+
+def has_variant(source, isa):
+    return isa not in WITHOUT.get(source.stem, ())
 
 
 def plan(isas, introspection):
@@ -98,13 +111,14 @@ def plan(isas, introspection):
     headers = f"-isystem {shlex.quote(f'{TORCH}/include')}"  # pybind11 is among them
     stable = f"-DTORCH_TARGET_VERSION=0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
     stable += f" -ffile-prefix-map={shlex.quote(f'{TORCH}/include/=')}"
-    once = [Path("csrc/cpu/isa.cpp"), Path("csrc/cpu/dispatch.cpp")]
     module = Path("csrc/bindings/introspection.cpp")
-    kernels = sorted({*Path("csrc/cpu").glob("*.cpp")} - {*once})
     bindings = sorted({*Path("csrc/bindings").glob("*.cpp")} - {module})
 
-    objects = [o for isa in isas for o in compile_all(isa, kernels, f"{ISAS[isa]} -DFASTATTN_ISA={isa}")]
-    objects += (isa_object := compile_all("once", once))
+    objects = []
+    for isa in isas:
+        sources = [source for source in KERNELS if has_variant(source, isa)]
+        objects += compile_all(isa, sources, f"{ISAS[isa]} -DFASTATTN_ISA={isa}")
+    objects += (isa_object := compile_all("once", ONCE))
     objects += compile_all("bindings", bindings, f"{headers} {stable}")
     edge("link", "_cpu.so", objects, f"-Wl,-z,defs -L{shlex.quote(f'{TORCH}/lib')} -ltorch_cpu")
     if introspection:
@@ -145,6 +159,9 @@ class BuildNative(build_ext):
         info["oldest_torch"] = ".".join(map(str, OLDEST_TORCH))
         entries = ", ".join(f'{{"{key}", R"({value})"}}' for key, value in info.items())
         config = f"#pragma once\n#define FASTATTN_ISAS(X) {' '.join(f'X({isa})' for isa in isas)}\n"
+        for source in KERNELS:
+            variants = " ".join(f"X({source.stem}, {isa})" for isa in isas if has_variant(source, isa))
+            config += f"#define FASTATTN_VARIANTS_{source.stem}(X) {variants}\n"
         config += f"#define FASTATTN_BUILD_INFO {{{entries}}}\n"
         header = BUILD / "build_config.h"
         if not header.exists() or header.read_text() != config:  # ninja goes by its age

@@ -159,6 +159,18 @@ def test_weaker_instruction_sets_are_linked_first():
     assert [name for _, name in sorted(found)] == list(_native.isas())
 
 
+def test_every_operator_has_a_variant_for_the_weakest_instruction_set():
+    symbols = subprocess.run(["nm", "-C", LIBRARY], capture_output=True, text=True, check=True).stdout
+    variants = {}
+    for isa, name in re.findall(r" . fastattn::(\w+)::(\w+)_kernels$", symbols, flags=re.MULTILINE):
+        variants.setdefault(name, set()).add(isa)
+    sources = {source.stem for source in (ROOT / "csrc" / "cpu").glob("*.cpp")} - {"isa", "dispatch"}
+    assert variants.keys() == sources
+    weakest = next(iter(_native.isas()))
+    assert all(weakest in isas for isas in variants.values()), variants
+    assert variants["graph"] == {weakest}, "a sort needs no vectors"
+
+
 def test_no_path_of_the_build_machine_is_compiled_in():
     assert str(ROOT).encode() not in LIBRARY.read_bytes()
     assert b"site-packages" not in LIBRARY.read_bytes()

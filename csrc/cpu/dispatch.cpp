@@ -1,5 +1,8 @@
-// From an operator to its kernels for the chosen instruction set: a header, two lines and a function per
-// operator.
+// From an operator to its kernels: a header and a line per operator.
+#include <initializer_list>
+#include <string_view>
+#include <type_traits>
+
 #include "aggregation.h"
 #include "attention.h"
 #include "build_config.h"
@@ -9,56 +12,46 @@
 #include "linear_attention.h"
 #include "roof.h"
 
-// Every compiled variant defines its table in a namespace named after its instruction set.
-#define FASTATTN_DECLARE(isa)                                   \
-  namespace isa {                                               \
-  extern const AggregationKernels aggregation_kernels;          \
-  extern const AttentionKernels attention_kernels;              \
-  extern const GraphKernels graph_kernels;                      \
-  extern const GraphAttentionKernels graph_attention_kernels;   \
-  extern const LinearAttentionKernels linear_attention_kernels; \
-  extern const RoofKernels roof_kernels;                        \
+namespace fastattn {
+namespace {
+
+template <class Kernels>
+struct Variant {
+  const char* isa;
+  const Kernels& kernels;
+};
+
+// The strongest variant up to the chosen instruction set. Both are listed weakest first; not every operator
+// has a variant for each, but all have the weakest.
+template <class Kernels>
+const Kernels& strongest(std::initializer_list<Variant<Kernels>> variants) {
+  const Variant<Kernels>* best = variants.begin();
+  for (size_t i = 0; i <= chosen_isa(); ++i)
+    for (const Variant<Kernels>& variant : variants)
+      if (std::string_view(variant.isa) == isas().data[i].name) best = &variant;
+  return best->kernels;
+}
+
+}  // namespace
+
+// Every variant defines its table in a namespace named after its instruction set; setup.py lists them.
+#define FASTATTN_DECLARE(name, isa)                                                    \
+  namespace isa {                                                                      \
+  extern std::remove_reference_t<decltype(fastattn::name##_kernels())> name##_kernels; \
+  }
+#define FASTATTN_VARIANT(name, isa) Variant{#isa, isa::name##_kernels},
+#define FASTATTN_OPERATOR(name)                                                    \
+  FASTATTN_VARIANTS_##name(FASTATTN_DECLARE);                                      \
+  auto name##_kernels() -> decltype(fastattn::name##_kernels()) {                  \
+    static auto& chosen = strongest({FASTATTN_VARIANTS_##name(FASTATTN_VARIANT)}); \
+    return chosen;                                                                 \
   }
 
-#define FASTATTN_ADDRESS_AGGREGATION(isa) &isa::aggregation_kernels,
-#define FASTATTN_ADDRESS_ATTENTION(isa) &isa::attention_kernels,
-#define FASTATTN_ADDRESS_GRAPH(isa) &isa::graph_kernels,
-#define FASTATTN_ADDRESS_GRAPH_ATTENTION(isa) &isa::graph_attention_kernels,
-#define FASTATTN_ADDRESS_LINEAR_ATTENTION(isa) &isa::linear_attention_kernels,
-#define FASTATTN_ADDRESS_ROOF(isa) &isa::roof_kernels,
-
-namespace fastattn {
-
-FASTATTN_ISAS(FASTATTN_DECLARE)
-
-const AggregationKernels& aggregation_kernels() {
-  static const AggregationKernels* const variants[] = {FASTATTN_ISAS(FASTATTN_ADDRESS_AGGREGATION)};
-  return *variants[chosen_isa()];
-}
-
-const AttentionKernels& attention_kernels() {
-  static const AttentionKernels* const variants[] = {FASTATTN_ISAS(FASTATTN_ADDRESS_ATTENTION)};
-  return *variants[chosen_isa()];
-}
-
-const GraphKernels& graph_kernels() {
-  static const GraphKernels* const variants[] = {FASTATTN_ISAS(FASTATTN_ADDRESS_GRAPH)};
-  return *variants[chosen_isa()];
-}
-
-const GraphAttentionKernels& graph_attention_kernels() {
-  static const GraphAttentionKernels* const variants[] = {FASTATTN_ISAS(FASTATTN_ADDRESS_GRAPH_ATTENTION)};
-  return *variants[chosen_isa()];
-}
-
-const LinearAttentionKernels& linear_attention_kernels() {
-  static const LinearAttentionKernels* const variants[] = {FASTATTN_ISAS(FASTATTN_ADDRESS_LINEAR_ATTENTION)};
-  return *variants[chosen_isa()];
-}
-
-const RoofKernels& roof_kernels() {
-  static const RoofKernels* const variants[] = {FASTATTN_ISAS(FASTATTN_ADDRESS_ROOF)};
-  return *variants[chosen_isa()];
-}
+FASTATTN_OPERATOR(aggregation)
+FASTATTN_OPERATOR(attention)
+FASTATTN_OPERATOR(graph)
+FASTATTN_OPERATOR(graph_attention)
+FASTATTN_OPERATOR(linear_attention)
+FASTATTN_OPERATOR(roof)
 
 }  // namespace fastattn

@@ -18,7 +18,8 @@ struct IsaList {
 IsaList isas();
 
 // Index into isas() of the variant that runs: the strongest supported one, capped by the environment variable
-// FASTATTN_CPU_ISA, which is read once. Throws std::invalid_argument if it names no instruction set.
+// FASTATTN_CPU_ISA, which is read once. An operator that would gain nothing from it has none of its own there
+// and runs the one before. Throws std::invalid_argument if it names no instruction set.
 size_t chosen_isa();
 
 }  // namespace fastattn
