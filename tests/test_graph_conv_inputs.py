@@ -10,6 +10,7 @@ from graph_layers import (
     EDGES,
     F_IN,
     F_OUT,
+    SQUARE_LAYERS,
     THEIRS,
     E,
     N,
@@ -22,6 +23,7 @@ from graph_layers import (
     square,
 )  # fmt: skip
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch_geometric import EdgeIndex
 
 import fastattn
@@ -315,6 +317,101 @@ def test_compiled(name, args, options):
     torch.testing.assert_close(out, expected)
     out.sum().backward()
     torch.testing.assert_close(x.grad, gradient)
+
+
+EDGE_LAYERS = [
+    *((name, args, options, 0) for name, args, options in SQUARE_LAYERS),
+    ("GCNConv", (F_IN, F_OUT), {"improved": True}, 1),
+    ("GATConv", (F_IN, F_OUT, 2), {"edge_dim": 3}, 3),
+    ("GATConv", (F_IN, F_OUT, 2), {"edge_dim": 3, "fill_value": 0.5}, 3),
+    ("GATv2Conv", (F_IN, F_OUT, 2), {"edge_dim": 3, "fill_value": "max"}, 3),
+    ("GraphTransformerConv", (F_IN, F_OUT, 2), {"edge_dim": 3}, 3),
+]
+with_edges = pytest.mark.parametrize(
+    "name, args, options, width", EDGE_LAYERS, ids=lambda value: str(value)[:30]
+)
+
+
+def inputs_of_call(num_nodes, num_edges, width, loops):
+    """Inputs of a layer: features, random edges with or without self-loops, values of the edges."""
+    edges = torch.randint(num_nodes, (2, num_edges))
+    if not loops:
+        edges[1] = (edges[0] + torch.randint(1, num_nodes, (num_edges,))) % num_nodes
+    values = {0: (), 1: (torch.rand(num_edges, dtype=torch.float64),)}.get(
+        width, (features(num_edges, width),)
+    )
+    return features(num_nodes, F_IN), edges, *values
+
+
+# Sizes, and whether there are self-loops: what a compiled layer must not depend on.
+CALLS = ((5, 9, True), (6, 20, False), (12, 7, True), (31, 90, False))
+
+
+@with_edges
+def test_compiled_with_edges(name, args, options, width):
+    """fullgraph, with gradients: three compilations at most for any edges."""
+    ours, _ = layers(name, *args, **options)
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(ours, fullgraph=True, backend=counter)
+    for call in CALLS:
+        x, edges, *values = inputs_of_call(*call[:2], width, call[2])
+        inputs = [x, *values]
+        found, expected = (
+            outputs_and_gradients(ours, inputs, lambda _, x, *v, run=run, edges=edges: run(x, edges, *v))
+            for run in (compiled, ours)
+        )
+        torch.testing.assert_close(found, expected)
+    assert counter.frame_count <= 3
+
+
+@with_edges
+def test_exported_with_edges(name, args, options, width):
+    ours, _ = layers(name, *args, **options)
+    torch.compiler.reset()
+    nodes, number = torch.export.Dim("nodes", min=2, max=9999), torch.export.Dim("edges", min=2, max=9999)
+    inputs = inputs_of_call(7, 20, width, True)
+    sizes = ({0: nodes}, {1: number}, {0: number})[: len(inputs)]
+    exported = torch.export.export(ours, inputs, dynamic_shapes=sizes, strict=name == "GATConv").module()
+    for call in CALLS:
+        inputs = inputs_of_call(*call[:2], width, call[2])
+        torch.testing.assert_close(exported(*inputs), ours(*inputs))
+
+
+@pytest.mark.parametrize("name", ["GCNConv", "GATConv"])
+def test_compiled_with_a_graph_not_seen_before(name):
+    """The self-loops that compiled code makes of a Graph are kept with it as those of eager code are."""
+    ours, _ = layers(name, F_IN, F_OUT)
+    graph, x = fastattn.Graph(EDGES, num_nodes=N), features(N, F_IN)
+    torch.compiler.reset()
+    out = torch.compile(ours, fullgraph=True, backend="aot_eager")(x, graph)
+    torch.testing.assert_close(out, ours(x, EDGES))
+    (kept,) = graph._derived["self_loops"]
+    expected = self_loops(fastattn.Graph(EDGES, num_nodes=N), N).graph
+    assert torch.equal(kept.graph.edge_index(), expected.edge_index())
+    torch.testing.assert_close(ours(x, graph), out)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_traced_for_one_number_of_nodes():
+    """torch.jit.trace writes sizes down as constants, and the code that it makes refuses others."""
+    for name in ("GCNConv", "GATConv"):
+        ours, _ = layers(name, F_IN, F_OUT)
+        traced = torch.jit.trace(ours, (features(N, F_IN), EDGES))
+        for edges in (EDGES[:, EDGES[0] != EDGES[1]], torch.randint(N, (2, 30))):
+            x = features(N, F_IN)
+            torch.testing.assert_close(traced(x, edges), ours(x, edges))
+        with pytest.raises(RuntimeError, match=f"holds {N}"):
+            traced(features(N + 1, F_IN), torch.full((2, 4), N))
+
+
+@pytest.mark.parametrize("name", ["GATConv", "GATv2Conv", "GraphTransformerConv"])
+def test_output_may_be_changed_in_place(name):
+    """As torch_geometric's may: what the derivative needs of the output is kept apart from it."""
+    bare = {"root_weight": False} if name == "GraphTransformerConv" else {"bias": False}
+    ours, theirs = layers(name, F_IN, F_OUT, 2, **bare)
+    assert_same(ours, theirs, [features(N, F_IN)], lambda layer, x: layer(x, EDGES).relu_())
 
 
 # What is refused

@@ -76,6 +76,11 @@ def _parts_of_matrix(matrix: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
     return (matrix._indices(),), matrix._values()
 
 
+def _is_traced() -> bool:
+    """Whether what runs is written down, so that it must not depend on the values of this call."""
+    return is_compiling() or _get_tracing_state() is not None or _len_torch_dispatch_stack() > 0
+
+
 class _Remembered(NamedTuple):
     parts: tuple[Tensor, ...]  # copies, so that a change in place is noticed however it was made
     graphs: dict[tuple[int, int | None], Graph]
@@ -85,13 +90,7 @@ _remembered: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def remembered(given, parts: tuple[Tensor, ...], num_src: int, num_dst: int | None) -> Graph:
-    if (
-        is_compiling()
-        or _are_functorch_transforms_active()
-        or _len_torch_dispatch_stack() > 0
-        or _get_tracing_state() is not None
-        or parts[0].is_meta
-    ):
+    if _is_traced() or _are_functorch_transforms_active() or parts[0].is_meta:
         return as_graph(given, num_src, num_dst)
     found = _remembered.get(given)
     if found is None or not all(map(_same, found.parts, parts)):
@@ -126,26 +125,30 @@ class SelfLoops:
     """A graph and one loop at each of its first ``count`` nodes, behind the edges that it keeps.
 
     ``graph`` has the kept edges in the caller's order, then the loops of node 0, 1, ... ``kept`` are the
-    numbers of those edges in the graph it was made of, None for all. ``nodes`` had a loop before, ``edges``
-    are the last such edge of each; both None if there was none. ``without`` has the kept edges only.
+    numbers of those edges in the graph it was made of, and ``own`` (count,) of the last loop that each node
+    had there, -1 for none; both None where no edge was dropped. ``without`` has the kept edges only.
     """
 
     def __init__(self, graph: Graph, count: int, keep_own: bool) -> None:
-        src, dst = graph.edge_index()
-        self.count = count
-        self.kept = self.nodes = self.edges = None
+        self.count, self.keep_own = count, keep_own
+        self.kept = self.own = None
         self.without = graph
-        if not keep_own and bool((src == dst).any()):
-            self.kept = (src != dst).nonzero().squeeze(1)
-            own = ((src == dst) & (src < count)).nonzero().squeeze(1)
-            last = src.new_full((count,), -1).scatter_reduce_(0, src[own], own, "amax")
-            self.nodes = (last >= 0).nonzero().squeeze(1)
-            self.edges = last[self.nodes]
+        size = graph.num_src, graph.num_dst
+        src, dst = graph.edge_index()
+        is_loop = src == dst
+        # Compiled code must not depend on whether there are any: it drops what may be none.
+        if not keep_own and (_is_traced() or bool(is_loop.any())):
+            self.kept = is_loop.logical_not().nonzero().squeeze(1)
+            number = torch.arange(src.shape[0], device=src.device).where(is_loop, -1)
+            last = src.new_full((graph.num_src,), -1).scatter_reduce_(0, src, number, "amax")
+            self.own = last[:count]
             src, dst = src[self.kept], dst[self.kept]
-            self.without = Graph(torch.stack([src, dst]), size=(graph.num_src, graph.num_dst))
+            if is_compiling() and graph.col.dtype == torch.int32:
+                # Their number is not known yet, but the dtype that numbers them has to be.
+                torch._check(src.shape[0] + count < 2**31)
+            self.without = Graph(torch.stack([src, dst]), size=size)
         loops = torch.arange(count, device=src.device)
-        edges = torch.stack([torch.cat([src, loops]), torch.cat([dst, loops])])
-        self.graph = Graph(edges, size=(graph.num_src, graph.num_dst))
+        self.graph = Graph(torch.stack([torch.cat([src, loops]), torch.cat([dst, loops])]), size=size)
 
     def keep(self, values: Tensor) -> Tensor:
         """Of a value per edge of the caller those that stay."""
@@ -153,10 +156,11 @@ class SelfLoops:
 
     def weights(self, edge_weight: Tensor, fill: float, own: bool) -> Tensor:
         """A weight per edge of ``graph``; with ``own`` a node that had a loop keeps its weight."""
-        loops = edge_weight.new_full((self.count,), fill)
-        if own and self.nodes is not None:
-            loops = loops.index_put((self.nodes,), edge_weight[self.edges])
-        return torch.cat([self.keep(edge_weight), loops])
+        if self.own is None or not own:
+            return torch.cat([self.keep(edge_weight), edge_weight.new_full((self.count,), fill)])
+        missing = edge_weight.shape[0]
+        chosen = torch.cat([self.kept, self.own.where(self.own >= 0, missing)])
+        return F.pad(edge_weight, (0, 1), value=fill).index_select(0, chosen)
 
 
 def self_loops(graph: Graph, count: int, *, keep_own: bool = False) -> SelfLoops:
@@ -164,12 +168,14 @@ def self_loops(graph: Graph, count: int, *, keep_own: bool = False) -> SelfLoops
 
     With ``keep_own`` loops that the graph has stay beside the new ones, otherwise these replace them.
     """
-    key = ("self_loops", count, keep_own)
-    found = graph._derived.get(key)
-    if found is None:
-        with _plain():
-            found = graph._derived[key] = SelfLoops(graph, count, keep_own)
-    return found
+    made = graph._derived.setdefault("self_loops", [])
+    # Compared, not looked up: as a key the number of nodes would be a constant of compiled code.
+    for loops in made:
+        if loops.keep_own == keep_own and loops.count == count:
+            return loops
+    with _plain():
+        made.append(SelfLoops(graph, count, keep_own))
+    return made[-1]
 
 
 def edges_as_sources(graph: Graph) -> Graph:

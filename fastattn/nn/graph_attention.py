@@ -483,6 +483,8 @@ class GraphTransformerConv(nn.Module):
             else:
                 gate = self.lin_beta(torch.cat([out, skip, out - skip], dim=-1)).sigmoid()
                 out = gate * skip + (1 - gate) * out
+        else:
+            out = _own(out)
         return (out, (_returned_edges(edge_index, graph), weights)) if returned else out
 
     def extra_repr(self) -> str:
@@ -560,7 +562,12 @@ def _output(layer, out: Tensor, residual: Tensor | None) -> Tensor:
     out = out.reshape(-1, layer.heads * layer.out_channels) if layer.concat else out.mean(dim=1)
     if residual is not None:
         out = out + residual
-    return out if layer.bias is None else out + layer.bias
+    return _own(out) if layer.bias is None else out + layer.bias
+
+
+def _own(out: Tensor) -> Tensor:
+    """``out`` for the caller to change in place: attention keeps its result for its derivative."""
+    return out.clone() if out.requires_grad and out._is_view() else out
 
 
 def _flat_pair(x: Tensor | Pair, layer: str) -> Pair:
