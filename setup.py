@@ -91,8 +91,8 @@ ONCE = [Path("csrc/cpu/isa.cpp"), Path("csrc/cpu/dispatch.cpp")]
 KERNELS = sorted({*Path("csrc/cpu").glob("*.cpp")} - {*ONCE})
 
 
-def has_variant(source, isa):
-    return isa not in WITHOUT.get(source.stem, ())
+def variants(source, isas):
+    return [isa for isa in isas if isa == isas[0] or isa not in WITHOUT.get(source.stem, ())]
 
 
 def plan(isas, introspection):
@@ -116,7 +116,7 @@ def plan(isas, introspection):
 
     objects = []
     for isa in isas:
-        sources = [source for source in KERNELS if has_variant(source, isa)]
+        sources = [source for source in KERNELS if isa in variants(source, isas)]
         objects += compile_all(isa, sources, f"{ISAS[isa]} -DFASTATTN_ISA={isa}")
     objects += (isa_object := compile_all("once", ONCE))
     objects += compile_all("bindings", bindings, f"{headers} {stable}")
@@ -160,8 +160,8 @@ class BuildNative(build_ext):
         entries = ", ".join(f'{{"{key}", R"({value})"}}' for key, value in info.items())
         config = f"#pragma once\n#define FASTATTN_ISAS(X) {' '.join(f'X({isa})' for isa in isas)}\n"
         for source in KERNELS:
-            variants = " ".join(f"X({source.stem}, {isa})" for isa in isas if has_variant(source, isa))
-            config += f"#define FASTATTN_VARIANTS_{source.stem}(X) {variants}\n"
+            listed = " ".join(f"X({source.stem}, {isa})" for isa in variants(source, isas))
+            config += f"#define FASTATTN_VARIANTS_{source.stem}(X) {listed}\n"
         config += f"#define FASTATTN_BUILD_INFO {{{entries}}}\n"
         header = BUILD / "build_config.h"
         if not header.exists() or header.read_text() != config:  # ninja goes by its age
