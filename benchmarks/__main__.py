@@ -19,7 +19,7 @@ from .roof import Roof, roofs
 from .runner import CaseResult, paired, roof_name, summarize
 
 # Modules of this package with a table of cases each (cases.py says what is in one).
-TABLES = ("attention", "linear_attention", "generation", "aggregation", "graph_attention")
+TABLES = ("attention", "linear_attention", "generation", "aggregation", "graph_attention", "transformers")
 
 PAIRS, QUICK_PAIRS = 15, 5
 ROOF_TRIALS = 15

@@ -2,6 +2,7 @@
 
 import importlib
 
+from fastattn._accelerate import accelerate
 from fastattn._explain import Explanation, explain
 from fastattn.graph import Graph
 from fastattn.ops.aggregation import aggregate, segment_reduce
@@ -10,8 +11,8 @@ from fastattn.ops.graph_attention import edge_softmax, gat_attention, gatv2_atte
 from fastattn.ops.linear_attention import LinearAttentionState, linear_attention, linear_attention_step
 
 __all__ = [
-    "Explanation", "Graph", "LinearAttentionState", "aggregate", "edge_softmax", "explain", "gat_attention",
-    "gatv2_attention", "graph_attention", "linear_attention", "linear_attention_step", "nn",
+    "Explanation", "Graph", "LinearAttentionState", "accelerate", "aggregate", "edge_softmax", "explain",
+    "gat_attention", "gatv2_attention", "graph_attention", "linear_attention", "linear_attention_step", "nn",
     "replace_attention", "scaled_dot_product_attention", "segment_reduce",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -206,13 +206,18 @@ def attention_with_weights(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
+    enable_gqa: bool = False,
+    sinks: Tensor | None = None,
     average_weights: bool = True,
     impl: str = "auto",
+    **options,
 ) -> tuple[Tensor, Tensor]:
     """:func:`scaled_dot_product_attention` and the weights it summed the values with, after dropout.
 
     The weights come from a second pass over the scores, from the same dropout pattern. Averaged over heads,
-    nothing of size (B, H, L, S) is held, unless a gradient flows back into the weights.
+    nothing of size (B, H, L, S) is held, unless a gradient flows back into the weights. Sinks take their part
+    of the probability and have no weight in the result. ``options`` are window_size, softcap and
+    causal_alignment.
 
     Returns:
         out (..., H, L, Dv), and the weights in the query's dtype: their mean over heads (..., L, S), or (...,
@@ -224,24 +229,25 @@ def attention_with_weights(
     """
     if (
         (impl == "auto" or impl == "cpu")
+        and sinks is None
+        and not options
         and average_weights.__class__ is bool
         and (
             factor := common_scale(
-                query, key, value, attn_mask, key_padding_mask, dropout_p, is_causal, scale, False
+                query, key, value, attn_mask, key_padding_mask, dropout_p, is_causal, scale, enable_gqa
             )
         )
         is not None
         and not wants_gradient(query, key, value, attn_mask)
     ):
-        options = (factor, 0.0, -1, 0 if is_causal else -1)
-        options = (*options, False, dropout_p)
+        numbers = (factor, 0.0, -1, 0 if is_causal else -1, False, dropout_p)
         seed = _draw_seed(dropout_p, "cpu")
         masks = (attn_mask, key_padding_mask, None)
-        out, lse = _forward_on_cpu(CPU_KEYS, query, key, value, *masks, None, seed, *options)
-        return out, _weights_on_cpu(CPU_KEYS, query, key, lse, *masks, seed, *options, average_weights)
+        out, lse = _forward_on_cpu(CPU_KEYS, query, key, value, *masks, None, seed, *numbers)
+        return out, _weights_on_cpu(CPU_KEYS, query, key, lse, *masks, seed, *numbers, average_weights)
 
-    tensors = (query, key, value, attn_mask, key_padding_mask, None, None)
-    call = prepare(tensors, dropout_p, is_causal, scale, return_lse=True)
+    tensors = (query, key, value, attn_mask, key_padding_mask, None, sinks)
+    call = prepare(tensors, dropout_p, is_causal, scale, enable_gqa, return_lse=True, **options)
     implementation = choose(call.request, impl)
     seed = _draw_seed(call.options[-1], query.device)
     out, lse = _run(call, seed, implementation)

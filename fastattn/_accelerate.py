@@ -1,0 +1,153 @@
+"""Let code that calls PyTorch's attention run on fastattn, without a change to it."""
+
+import functools
+import inspect
+from types import FunctionType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+from torch.overrides import TorchFunctionMode
+
+from fastattn._choose import Request, choose
+from fastattn.ops._common import autocast_dtype
+from fastattn.ops.attention import scaled_dot_product_attention
+
+__all__ = ["accelerate"]
+
+_torch_attention = torch._C._nn.scaled_dot_product_attention
+_torch_multi_head_attention = F.multi_head_attention_forward
+# Subclasses of Tensor decide themselves what attention of them is.
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
+class accelerate(TorchFunctionMode):
+    r"""Run ``torch.nn.functional.scaled_dot_product_attention`` on fastattn, within a ``with`` block.
+
+    Takes over the calls that fastattn has its own kernel for: four-dimensional query, key and value of one
+    floating dtype, with or without a mask, causality, grouped heads and dropout. All others go to PyTorch as
+    before, and so do errors. It does not matter by which name the function is called, or when that name was
+    imported; calls by ``nn.MultiheadAttention`` (with ``need_weights=False``) and by
+    ``nn.TransformerEncoderLayer`` are among them, also where PyTorch would take its fused fast path.
+
+    Same results up to rounding, except that
+
+    * a NaN or infinity that a mask hides has no influence, where PyTorch's lets it through;
+    * dropout draws another pattern from the same generator.
+
+    The block is local to its thread: threads started inside it do not belong to it, and need a block of their
+    own, as with ``torch.no_grad()``. Blocks nest and the same object can be entered again. Works
+    around and inside of ``torch.compile(fullgraph=True)``, under autocast, and with ``torch.func``; forward
+    mode, ``torch.jit.trace`` and code that watches operators (``TorchDispatchMode``) get PyTorch's. With
+    ``torch.utils.checkpoint``, the backward pass has to be in the block as the forward pass is.
+
+    Every call of a torch function inside the block takes about one microsecond longer, which is the price of
+    looking at it; :func:`fastattn.replace_attention` and ``fastattn.integrations.transformers`` have none.
+
+    As a decorator, ``@fastattn.accelerate()``, it covers each call of the function.
+
+    Example:
+        >>> import torch.nn.functional as F
+        >>> q = torch.randn(2, 8, 128, 64)
+        >>> with fastattn.accelerate():
+        ...     out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is _torch_attention:
+            func = _attention if _PLAIN.issuperset(types) else func
+        elif func is _torch_multi_head_attention:
+            func = _multi_head_attention if _PLAIN.issuperset(types) else func
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def __call__(self, function):
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise TypeError(
+                f"accelerate() as a decorator takes a function that returns when it is done, {function!r} "
+                "does not: use a with block inside it"
+            )
+
+        @functools.wraps(function)
+        def accelerated(*args, **kwargs):
+            with self:
+                return function(*args, **kwargs)
+
+        return accelerated
+
+
+def _attention(*args, **kwargs):
+    try:
+        ours = _is_ours(*args, **kwargs)
+    except TypeError:  # arguments that torch does not have: its error speaks of them
+        ours = False
+    return (scaled_dot_product_attention if ours else _torch_attention)(*args, **kwargs)
+
+
+def _is_ours(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
+) -> bool:
+    """Whether torch accepts this call and fastattn has a kernel for it."""
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    if not (
+        all(isinstance(t, Tensor) and t.layout is torch.strided and not t.is_nested for t in tensors)
+        and isinstance(dropout_p, (float, int))
+        and 0 <= dropout_p < 1
+        and isinstance(is_causal, bool)
+        and isinstance(enable_gqa, bool)
+        and not (is_causal and attn_mask is not None)
+        and (scale is None or isinstance(scale, (float, int)))
+        and forward_ad._current_level < 0
+        and (is_compiling() or (_len_torch_dispatch_stack() == 0 and _get_tracing_state() is None))
+    ):
+        return False
+    shape, key_shape, value_shape = query.shape, key.shape, value.shape
+    if not (
+        len(shape) == len(key_shape) == len(value_shape) == 4
+        and shape[0] == key_shape[0]
+        and shape[3] == key_shape[3] > 0
+        and key_shape[:3] == value_shape[:3]
+        and (shape[1] == key_shape[1] or (enable_gqa and key_shape[1] > 0 and shape[1] % key_shape[1] == 0))
+    ):
+        return False
+    dtype, device = query.dtype, query.device
+    if key.device != device or value.device != device:
+        return False
+    lower = autocast_dtype(query)
+    if lower is None or torch.float64 in (dtype, key.dtype, value.dtype):
+        if key.dtype is not dtype or value.dtype is not dtype:
+            return False
+    elif all(t.is_floating_point() for t in tensors[:3]):
+        dtype = lower
+    options = []
+    if attn_mask is not None:
+        scores = (key_shape[2], shape[2], shape[1], shape[0])
+        if not (
+            attn_mask.device == device
+            and (attn_mask.dtype in (torch.bool, dtype) or (lower and attn_mask.is_floating_point()))
+            and attn_mask.dim() <= 4
+            and all(n == 1 or n == m for n, m in zip(attn_mask.shape[::-1], scores, strict=False))
+        ):
+            return False
+        options.append("attn_mask")
+    if is_causal:
+        options.append("is_causal")
+    if dropout_p > 0:
+        options.append("dropout_p")
+    chosen = choose(Request(device.type, dtype, tuple(options)), "auto")
+    return chosen not in ("torch", "reference")
+
+
+# The function of nn.MultiheadAttention is overridden as a whole, and then a mode does not see what it calls.
+# So this is torch's own code, which finds another function by the name that it calls.
+_multi_head_attention = FunctionType(
+    _torch_multi_head_attention.__code__,
+    {
+        **_torch_multi_head_attention.__globals__,
+        "scaled_dot_product_attention": _attention,
+        "has_torch_function": lambda tensors: False,
+    },
+    argdefs=_torch_multi_head_attention.__defaults__,
+)

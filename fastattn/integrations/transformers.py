@@ -1,0 +1,303 @@
+"""Softmax attention of Hugging Face transformers, by ``attn_implementation="fastattn"``."""
+
+import functools
+import sys
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from fastattn.ops._common import is_watched
+from fastattn.ops.attention import attention_with_weights, scaled_dot_product_attention
+
+__all__ = ["attention_forward", "attention_mask", "register", "unregister"]
+
+NAME = "fastattn"
+# Before this release mask functions were called with other arguments.
+OLDEST = (5, 12)
+
+
+def register() -> None:
+    r"""Make ``attn_implementation="fastattn"`` known to transformers, for every model that is switchable.
+
+    Registers :func:`attention_forward` and :func:`attention_mask`. The results are those of ``"eager"`` up to
+    rounding, with two exceptions: a query that sees no key (a padded one) gives 0, where eager gives the mean
+    of the values, and dropout draws another pattern. Calling it again changes nothing; :func:`unregister`
+    takes it back.
+
+    Raises:
+        ImportError: transformers is missing, or older than 5.12.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> import fastattn.integrations.transformers as integration
+        >>> integration.register()
+        >>> config = LlamaConfig(
+        ...     vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        ...     num_attention_heads=4, num_key_value_heads=2, attn_implementation="fastattn",
+        ... )
+        >>> model = LlamaForCausalLM(config)  # or from_pretrained(..., attn_implementation="fastattn")
+        >>> model.set_attn_implementation("fastattn")  # a model that exists already
+    """
+    attention, mask = _interfaces()
+    attention.register(NAME, attention_forward)
+    mask.register(NAME, attention_mask)
+
+
+def unregister() -> None:
+    """Take :func:`register` back. Models that are set to "fastattn" raise transformers' KeyError from now on.
+
+    Raises:
+        ImportError: transformers is missing, or older than 5.12.
+    """
+    for interface in _interfaces():
+        # There is no public way; entries of one instance only, which there are, cannot be seen by all models.
+        interface._global_mapping.pop(NAME, None)
+
+
+def _interfaces():
+    import transformers
+
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if version < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ImportError(f"fastattn needs transformers {oldest} or later, found {transformers.__version__}")
+    return transformers.AttentionInterface, transformers.AttentionMaskInterface
+
+
+# Arguments that select keys in place of the mask. Ignoring them would compute something else.
+_UNKNOWN_SELECTIONS = ("indices", "block_indices", "block_table", "head_mask", "layer_head_mask")
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    output_attentions: bool | None = False,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function that transformers' models call.
+
+    Args:
+        module: the calling layer; its ``is_causal`` counts where the argument is None.
+        query: (B, H, L, D). key, value: (B, Hkv, S, D), heads that are shared are not repeated.
+        attention_mask: (B, 1 or H, L, S), boolean (True = attend) or added to the scores; what
+            :func:`attention_mask` returned; or None: causal if ``is_causal`` and L > 1, else everything.
+        dropout: probability of dropping a weight. scaling: factor of the scores.
+        position_bias: (1 or B, H, L, S) added to the scores (T5). Has a gradient.
+        softcap: bound of the scores (Gemma 2). s_aux: (H,) sinks (GPT-OSS). Has a gradient.
+        output_attentions: also return the weights.
+        kwargs: what other implementations need and the mask says already: ``sliding_window``, ...
+
+    Returns:
+        (B, L, H, D) contiguous, and the weights (B, H, L, S) after dropout, or None.
+
+    Raises:
+        NotImplementedError: the layer selects keys by an argument that is not known here.
+    """
+    for name in _UNKNOWN_SELECTIONS:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"attn_implementation='fastattn' does not support {name} of {type(module).__name__}; "
+                "attn_implementation='eager' does"
+            )
+    options = {}
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        # A single query comes after all keys of the cache.
+        causal = query.shape[2] > 1 and causal
+    elif isinstance(attention_mask, _Band):
+        band, attention_mask = attention_mask.band, None
+        causal = band.right == 0
+        options["key_padding_mask"] = band.padding
+        options["window_size"] = (band.left, -1 if causal else band.right)
+        options["causal_alignment"] = "lower_right" if band.lower_right else "upper_left"
+    else:
+        causal = False
+    if position_bias is not None:
+        attention_mask = _with_bias(attention_mask, position_bias)
+    if softcap is not None:
+        options["softcap"] = softcap
+    if s_aux is not None:
+        options["sinks"] = s_aux
+    gqa = query.shape[1] != key.shape[1]
+    if output_attentions:
+        out, weights = attention_with_weights(
+            query, key, value, attention_mask, dropout_p=dropout, is_causal=causal, scale=scaling,
+            enable_gqa=gqa, average_weights=False, **options,
+        )  # fmt: skip
+        return out.transpose(1, 2).contiguous(), weights
+    out = scaled_dot_product_attention(
+        query, key, value, attention_mask, dropout, causal, scaling, gqa, **options
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
+    if mask is None:
+        return bias
+    return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
+class _BandForm(NamedTuple):
+    """Keys from ``left`` before to ``right`` behind the diagonal (-1 = unlimited), of which ``padding``, (B,
+    S), is True."""
+
+    left: int
+    right: int
+    lower_right: bool
+    padding: Tensor | None
+
+
+class _Band(Tensor):
+    """A mask (B, 1, L, S) that :func:`attention_forward` reads as a band and padded keys.
+
+    Models pass masks on as they are; one that does something else with it finds the boolean tensor that it
+    stands for, which is only written out then.
+    """
+
+    @staticmethod
+    def __new__(cls, shape, device, band: _BandForm, write_out):
+        mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        mask.band = band
+        mask.write_out = functools.cache(write_out)
+        return mask
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        def plain(x):
+            return x.write_out() if isinstance(x, cls) else x
+
+        args, kwargs = torch.utils._pytree.tree_map(plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self):
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, {self.band})"
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function=None,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **kwargs,
+) -> Tensor | None:
+    """The mask function that goes with :func:`attention_forward`: the cheapest form of each mask.
+
+    None where nothing or causality alone is to be masked; for causal masks and windows, also with padding, a
+    tensor that only says so, and becomes the boolean mask (batch_size, 1, q_length, kv_length) if anything
+    but :func:`attention_forward` looks into it; for all other masks that boolean tensor.
+
+    Raises:
+        NotImplementedError: the model has code of its own in place of attention functions.
+    """
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    if mask_function is None:
+        mask_function = causal_mask_function
+
+    def write_out():
+        return sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            allow_is_causal_skip=False, allow_is_bidirectional_skip=False, **kwargs,
+        )  # fmt: skip
+
+    def ask_transformers():
+        return sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            allow_is_causal_skip=allow_is_causal_skip,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip, **kwargs,
+        )  # fmt: skip
+
+    # While tracing, values decide nothing. Where skipping is not allowed, the mask will be worked on.
+    if is_compiling() or is_watched() or not (allow_is_causal_skip or allow_is_bidirectional_skip):
+        return ask_transformers()
+    if "config" in kwargs:
+        _check_switchable(type(kwargs["config"]))
+    window = _window(mask_function)
+    if window is None or (attention_mask is not None and not _can_be_read(attention_mask)):
+        return ask_transformers()
+    left, right = window
+    first, L, S = int(q_offset) - kv_offset, q_length, kv_length  # of the queries among the keys
+    # As far as they reach beyond all keys, limits are none.
+    left = left if 0 <= left < first + L - 1 else -1
+    right = right if 0 <= right < S - 1 - first else -1
+    padding = _padding(attention_mask, kv_offset, S, first + L if right == 0 else S)
+    causal = right == 0 and first == 0 and L > 1
+    if padding is None and left < 0 and (causal or right < 0):
+        # What attention_forward takes None for: causal where skipping that is allowed, else everything.
+        if (causal and allow_is_causal_skip) or (not causal and (L == 1 or allow_is_bidirectional_skip)):
+            return None
+    if L == 1 and left < 0 and right < 0:
+        return padding[:, None, None]
+    if first not in (0, S - L):
+        return write_out()
+    device = kwargs.get("device", "cpu") if padding is None else padding.device
+    return _Band((batch_size, 1, L, S), device, _BandForm(left, right, first != 0, padding), write_out)
+
+
+def _can_be_read(mask: Tensor) -> bool:
+    return mask.dim() == 2 and not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _padding(attention_mask: Tensor | None, offset: int, S: int, seen: int) -> Tensor | None:
+    """Which of S keys from the offset on are no padding; None if all of the first ``seen`` are none."""
+    if attention_mask is None:
+        return None
+    padding = attention_mask[:, offset : offset + S]
+    if padding.shape[1] >= min(seen, S) and padding[:, :seen].all():
+        return None
+    return torch.nn.functional.pad(padding, (0, S - padding.shape[1]))
+
+
+def _window(mask_function) -> tuple[int, int] | None:
+    """The (left, right) that a mask function keeps, or None if it is not known to be such a band."""
+    from transformers import masking_utils as known
+
+    if mask_function is known.causal_mask_function:
+        return -1, 0
+    if mask_function is known.bidirectional_mask_function:
+        return -1, -1
+    code, cells = getattr(mask_function, "__code__", None), getattr(mask_function, "__closure__", None)
+    if code is None or cells is None:
+        return None
+    held = [cell.cell_contents for cell in cells]
+    if code is known.sliding_window_overlay(1).__code__ and isinstance(held[0], int) and held[0] > 0:
+        return held[0] - 1, -1
+    if code is known.sliding_window_bidirectional_overlay(1).__code__ and isinstance(held[0], int):
+        return held[0], held[0]
+    if code is known.and_masks().__code__:
+        windows = [_window(part) for part in held[0]]
+        if None not in windows:
+            return tuple(min((n for n in side if n >= 0), default=-1) for side in zip(*windows, strict=True))
+    return None
+
+
+@functools.cache
+def _check_switchable(config_class: type) -> None:
+    # A model that has its own branches for "sdpa" and "eager" takes any other name for eager, and would add
+    # our boolean mask to its scores. Where a model consists of others, those have the attention.
+    if config_class.sub_configs:
+        return
+    module = config_class.__module__.replace(".configuration_", ".modeling_")
+    if module in sys.modules and not hasattr(sys.modules[module], "ALL_ATTENTION_FUNCTIONS"):
+        raise NotImplementedError(
+            f"attn_implementation='fastattn' cannot reach the attention of {module}, which does not use "
+            "transformers' AttentionInterface"
+        )
