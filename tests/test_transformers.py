@@ -249,7 +249,7 @@ def test_the_mask_in_its_cheap_form_is_transformers_mask():
     for (kind, function), (L, S), kv_offset, n in itertools.product(
         functions.items(), lengths, (0, 2), ("none", "left", "right", "short", "long")
     ):
-        for q_offset in {kv_offset, kv_offset + 1, kv_offset + S - L}:
+        for q_offset in {kv_offset, kv_offset + min(1, S - L), kv_offset + S - L}:
             length = kv_offset + S + {"short": -1, "long": 2}.get(n, 0)
             padding = torch.ones(2, length, dtype=torch.bool)
             if n == "left":
