@@ -19,6 +19,7 @@ SOURCES = {
     "graph_attention": ("key", "value"),
     "gatv2_attention": ("x_src",),
 }
+VALUES = ("x", "value", "x_src")
 TARGETS = {"gat_attention": "alpha_dst", "graph_attention": "query", "gatv2_attention": "x_dst"}
 
 
@@ -48,6 +49,21 @@ def test_isolated_nodes_give_zero_and_no_gradient(impl, form):
         case.tensors[name][lonely] = torch.nan
     case.grad_out[lonely] = torch.nan
     assert same(expected, call(case, impl))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("options", ({}, {"dropout_p": 0.4}))
+@pytest.mark.parametrize("form", FORMS)
+def test_the_only_edge_of_a_node_has_a_gradient_of_exactly_zero(impl, form, options, dtype):
+    """Its weight is 1 whatever its score is. A NaN that comes back is not hidden by that."""
+    edge_index = torch.stack([torch.arange(12) % 7, torch.arange(12)])
+    case = make_case(form, 7, 12, edge_index=edge_index, C=37, dtype=dtype, **options)
+    found = call(case, impl)
+    scores = [f"grad_{name}" for name in oracle.TENSORS[form] if name in case.tensors and name not in VALUES]
+    assert scores and not any(found[name].any() for name in scores)
+    case.grad_attention[3] = torch.nan
+    score = scores[-1]  # of the edge's term, or of what scores by edges are made with
+    assert call(case, impl)[score].isnan().any()
 
 
 @pytest.mark.parametrize("form", ("gat_attention", "graph_attention"))

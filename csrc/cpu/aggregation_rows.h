@@ -8,37 +8,12 @@
 #include <algorithm>
 
 #include "aggregation.h"
+#include "graph_types.h"
 #include "memory.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-template <class T>
-struct AccumulatorOf {
-  using type = float;
-};
-template <>
-struct AccumulatorOf<double> {
-  using type = double;
-};
-template <class T>
-using A = typename AccumulatorOf<T>::type;
-template <class T>
-constexpr int N = kLanes<A<T>>;
-
-template <class F>
-void with_dtype(DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::f32:
-      return f(float{});
-    case DType::f64:
-      return f(double{});
-    case DType::bf16:
-      return f(bf16{});
-    default:
-      return f(f16{});
-  }
-}
 template <class F>
 void with_index(bool wide, F&& f) {
   wide ? f(int64_t{}) : f(int32_t{});

@@ -20,19 +20,6 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-template <class F>
-void with_dtype(DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::f32:
-      return f(float{});
-    case DType::f64:
-      return f(double{});
-    case DType::bf16:
-      return f(bf16{});
-    default:
-      return f(f16{});
-  }
-}
 // A gathered channel costs as much as some operations, an edge and a row as some more.
 double operations(const GraphAttentionParams& p) {
   return double(p.by_target.edges) * (8 * double(p.H * (p.D + p.C)) + 40 * double(p.H) + 100) +

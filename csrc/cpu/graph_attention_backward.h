@@ -230,7 +230,10 @@ class SourceWork {
           weight *= keep;
           grad *= keep;
         }
-        grad = probability * (grad - load(delta_ + i * N<T>)) * scorer_.derivative(raw);
+        // An edge with all of the weight has no gradient but 0, whatever the roundings of delta; times 0, so
+        // that a NaN stays.
+        const V<T> lead = probability == 1 ? grad * A<T>(0) : grad - load(delta_ + i * N<T>);
+        grad = probability * lead * scorer_.derivative(raw);
         grad = hidden ? V<T>{} : grad;
         store(score_ + i * N<T>, score);
         store(weight_ + i * N<T>, weight);
@@ -392,7 +395,8 @@ class SoftmaxGradWork {
     const auto* attention = static_cast<const T*>(p_.attention);
     for (int64_t at = begin; at < end; ++at)
       for (int64_t h = 0, i = edge_number(p_.by_target, at) * p_.H; h < p_.H; ++h, ++i) {
-        const T change = attention[i] * (grad[i] - delta_[row * p_.H + h]);
+        const T lead = attention[i] == 1 ? grad[i] * T(0) : grad[i] - delta_[row * p_.H + h];
+        const T change = attention[i] * lead;
         static_cast<T*>(p_.grad_score)[i] = score[i] == -kInf<T> ? T(0) : change;
       }
   }

@@ -3,27 +3,14 @@
 // that every vector holds the same heads in the same lanes and per-head values are vectors, too.
 #pragma once
 #include "graph_attention.h"
+#include "graph_types.h"
 #include "memory.h"
-#include "simd.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
 template <class T>
-struct AccumulatorOf {
-  using type = float;
-};
-template <>
-struct AccumulatorOf<double> {
-  using type = double;
-};
-// The alphabet of these kernels. T is the dtype of the features.
-template <class T>
-using A = typename AccumulatorOf<T>::type;
-template <class T>
 using V = Vec<A<T>>;
-template <class T>
-constexpr int N = kLanes<A<T>>;
 template <class T>
 constexpr A<T> kInf = A<T>(__builtin_inf());
 

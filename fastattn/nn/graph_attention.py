@@ -105,16 +105,11 @@ class GATConv(nn.Module):
     ) -> None:
         super().__init__()
         check_options("GATConv", options, _SUM)
-        in_src, in_dst = _check_attention("GATConv", in_channels, out_channels, heads, edge_dim, dropout)
+        in_src, in_dst = _set_attention(self, "GATConv", in_channels, out_channels, heads, edge_dim, dropout)
         _check_fill("GATConv", fill_value)
-        self.in_channels = in_channels
-        self.out_channels = out_channels
-        self.heads = heads
         self.concat = concat
         self.negative_slope = negative_slope
-        self.dropout = dropout
         self.add_self_loops = add_self_loops
-        self.edge_dim = edge_dim
         self.fill_value = fill_value
         self.residual = residual
         factory = {"device": device, "dtype": dtype}
@@ -201,9 +196,7 @@ class GATConv(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             return_attention=bool(return_attention_weights),
         )
-        out, weights = found if return_attention_weights else (found, None)
-        out = _output(self, out, residual)
-        return (out, (_returned_edges(edge_index, graph), weights)) if return_attention_weights else out
+        return _result(self, found, residual, edge_index, graph)
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}, heads={self.heads}"
@@ -259,16 +252,13 @@ class GATv2Conv(nn.Module):
     ) -> None:
         super().__init__()
         check_options("GATv2Conv", options, _SUM)
-        in_src, in_dst = _check_attention("GATv2Conv", in_channels, out_channels, heads, edge_dim, dropout)
+        in_src, in_dst = _set_attention(
+            self, "GATv2Conv", in_channels, out_channels, heads, edge_dim, dropout
+        )
         _check_fill("GATv2Conv", fill_value)
-        self.in_channels = in_channels
-        self.out_channels = out_channels
-        self.heads = heads
         self.concat = concat
         self.negative_slope = negative_slope
-        self.dropout = dropout
         self.add_self_loops = add_self_loops
-        self.edge_dim = edge_dim
         self.fill_value = fill_value
         self.residual = residual
         self.share_weights = share_weights
@@ -323,9 +313,7 @@ class GATv2Conv(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             return_attention=bool(return_attention_weights),
         )
-        out, weights = found if return_attention_weights else (found, None)
-        out = _output(self, out, residual)
-        return (out, (_returned_edges(edge_index, graph), weights)) if return_attention_weights else out
+        return _result(self, found, residual, edge_index, graph)
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}, heads={self.heads}"
@@ -393,17 +381,12 @@ class GraphTransformerConv(nn.Module):
     ) -> None:
         super().__init__()
         check_options("GraphTransformerConv", options, _SUM)
-        in_src, in_dst = _check_attention(
-            "GraphTransformerConv", in_channels, out_channels, heads, edge_dim, dropout
+        in_src, in_dst = _set_attention(
+            self, "GraphTransformerConv", in_channels, out_channels, heads, edge_dim, dropout
         )
-        self.in_channels = in_channels
-        self.out_channels = out_channels
-        self.heads = heads
         self.beta = beta and root_weight
         self.root_weight = root_weight
         self.concat = concat
-        self.dropout = dropout
-        self.edge_dim = edge_dim
         factory = {"device": device, "dtype": dtype}
         width = heads * out_channels
         self.lin_key = nn.Linear(in_src, width, bias=bias, **factory)
@@ -522,15 +505,23 @@ class _Edges:
         return torch.matmul(summed.transpose(0, 1), self.weight.transpose(1, 2)).transpose(0, 1)
 
 
-def _check_attention(layer, in_channels, out_channels, heads, edge_dim, dropout) -> tuple[int, int]:
+def _set_attention(
+    layer: nn.Module, name: str, in_channels, out_channels, heads, edge_dim, dropout
+) -> tuple[int, int]:
+    """Sets what every layer of attention has, checked; returns the features of sources and targets."""
     in_src, in_dst = pair_of_channels(in_channels)
-    check_channels(layer, "in_channels", in_src, in_dst)
-    check_channels(layer, "out_channels", out_channels)
-    check_channels(layer, "heads", heads)
+    check_channels(name, "in_channels", in_src, in_dst)
+    check_channels(name, "out_channels", out_channels)
+    check_channels(name, "heads", heads)
     if edge_dim is not None:
-        check_channels(layer, "edge_dim", edge_dim)
+        check_channels(name, "edge_dim", edge_dim)
     if not 0.0 <= number("dropout", dropout) <= 1.0:
-        raise ValueError(f"{layer}: dropout must be between 0 and 1, got {dropout}")
+        raise ValueError(f"{name}: dropout must be between 0 and 1, got {dropout}")
+    layer.in_channels = in_channels
+    layer.out_channels = out_channels
+    layer.heads = heads
+    layer.edge_dim = edge_dim
+    layer.dropout = dropout
     return in_src, in_dst
 
 
@@ -558,11 +549,14 @@ def _add_output(layer, in_dst: int, total: int, bias: bool, residual: bool, fact
     layer.register_parameter("bias", nn.Parameter(torch.empty(total, **factory)) if bias else None)
 
 
-def _output(layer, out: Tensor, residual: Tensor | None) -> Tensor:
+def _result(layer, found: Tensor | tuple[Tensor, Tensor], residual: Tensor | None, edge_index, graph: Graph):
+    """Of out (N_dst, H, C), or it and the weights: what the layer returns."""
+    out, weights = (found, None) if isinstance(found, Tensor) else found
     out = out.reshape(-1, layer.heads * layer.out_channels) if layer.concat else out.mean(dim=1)
     if residual is not None:
         out = out + residual
-    return _own(out) if layer.bias is None else out + layer.bias
+    out = _own(out) if layer.bias is None else out + layer.bias
+    return out if weights is None else (out, (_returned_edges(edge_index, graph), weights))
 
 
 def _own(out: Tensor) -> Tensor:
