@@ -77,14 +77,12 @@ def attend(form, tensors, src, dst, num_dst, grad_out, grad_attention, keep, sca
                 attention[e, h] = p * keep[e, h]
                 out[n, h] += attention[e, h] * value[src[e], h]
                 out_size[n, h] += np.abs(attention[e, h] * value[src[e], h])
-            incoming = np.array(
-                [
-                    keep[e, h] * (grad_out[n, h] @ value[src[e], h] + grad_attention[e, h])
-                    for e, _, _ in scored
-                ]
-            )
+            numbers = [e for e, _, _ in scored]
+            values, kept, of_weights = value[src[numbers], h], keep[numbers, h], grad_attention[numbers, h]
+            incoming = kept * (values @ grad_out[n, h] + of_weights)
+            terms = kept * (np.abs(values) @ np.abs(grad_out[n, h]) + np.abs(of_weights))
             mean = weights @ incoming
-            spread = weights @ np.abs(incoming) + np.abs(incoming)
+            spread = weights @ terms + terms
             for (e, _, inputs), p, g, size in zip(scored, weights, incoming, spread, strict=True):
                 grads.add(VALUE[form], (src[e], h), attention[e, h] * grad_out[n, h])
                 for name, at, derivative in inputs:
