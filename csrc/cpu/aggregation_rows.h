@@ -151,11 +151,12 @@ class Nodes {
   Buffer<E> padded_;
 };
 
-// How many edges ahead rows are fetched: about as many bytes as a core can have under way.
+// How many edges ahead rows are fetched: so many that additions in registers last as long as memory takes.
+// Fetching further ahead, rows would leave the first cache again before their turn.
 template <class T>
 FASTATTN_INLINE int64_t edges_ahead(int64_t width) {
-  constexpr int64_t kBytes = 8192, kMost = 32, kLeast = 4;
-  return min(max(kBytes / (width * N<T> * int64_t(sizeof(T))), kLeast), kMost);
+  constexpr int64_t kAdditions = 128, kMost = 32, kLeast = 4;
+  return min(max(kAdditions * int64_t(sizeof(A<T>) / sizeof(T)) / width, kLeast), kMost);
 }
 constexpr int64_t kPadding = 32;  // edges_ahead at most
 
