@@ -19,7 +19,10 @@ from .roof import Roof, roofs
 from .runner import CaseResult, paired, roof_name, summarize
 
 # Modules of this package with a table of cases each (cases.py says what is in one).
-TABLES = ("attention", "linear_attention", "generation", "aggregation", "graph_attention", "transformers")
+TABLES = (
+    "attention", "varlen_attention", "linear_attention", "generation", "aggregation", "graph_attention",
+    "transformers",
+)  # fmt: skip
 
 PAIRS, QUICK_PAIRS = 15, 5
 ROOF_TRIALS = 15

@@ -4,7 +4,7 @@
 
 #include <tuple>
 
-#include "tensor.h"
+#include "sequences.h"
 
 namespace fastattn {
 namespace {
@@ -16,10 +16,52 @@ struct Options {
   double dropout_p;
 };
 
+// Packed sequences: tensors have a batch of 1, and p.B counts sequences.
+struct Packed {
+  const MaybeTensor &cu_seqlens_q, &cu_seqlens_k;
+  std::optional<int64_t> max_seqlen_q, max_seqlen_k;
+};
+
+void check_longest(const char* name, std::optional<int64_t> most, const std::vector<int64_t>& bounds) {
+  for (size_t i = 1; most && i < bounds.size(); ++i)
+    STD_TORCH_CHECK(bounds[i] - bounds[i - 1] <= *most, name, " is ", *most, ", but sequence ", i - 1,
+                    " has ", bounds[i] - bounds[i - 1], " tokens");
+}
+
+// What packed sequences are, checked; the result has to live as long as p is used.
+std::vector<Sequence> fill_sequences(AttentionParams& p, const Packed& packed) {
+  STD_TORCH_CHECK(bool(packed.cu_seqlens_q) == bool(packed.cu_seqlens_k),
+                  "cu_seqlens_q and cu_seqlens_k go together");
+  if (!packed.cu_seqlens_q) return {};
+  STD_TORCH_CHECK(p.B == 1, "cu_seqlens need a batch of 1, got ", p.B);
+  const std::vector<int64_t> queries = read_bounds("cu_seqlens_q", *packed.cu_seqlens_q, p.L);
+  const std::vector<int64_t> keys = read_bounds("cu_seqlens_k", *packed.cu_seqlens_k, p.S);
+  STD_TORCH_CHECK(queries.size() == keys.size(),
+                  "cu_seqlens_q and cu_seqlens_k must have as many elements, got ", queries.size(), " and ",
+                  keys.size());
+  check_longest("max_seqlen_q", packed.max_seqlen_q, queries);
+  check_longest("max_seqlen_k", packed.max_seqlen_k, keys);
+  std::vector<Sequence> sequences(
+      queries.size());  // one more than needed: its memory says that there are any
+  for (size_t b = 0; b + 1 < queries.size(); ++b)
+    sequences[b] = {queries[b], keys[b], queries[b + 1] - queries[b], keys[b + 1] - keys[b]};
+  p.B = int64_t(queries.size()) - 1;
+  p.sequences = sequences.data();
+  return sequences;
+}
+int64_t batch(const AttentionParams& p) { return p.sequences ? 1 : p.B; }
+// Of a tensor with this batch: all packed sequences lie in the one entry.
+View written(const AttentionParams& p, const Tensor& tensor) {
+  View view = output_view(tensor);
+  if (p.sequences) view.stride[0] = 0;
+  return view;
+}
+
 // What the three ops share: sizes, query, key, masks and options, all checked.
-void fill(AttentionParams& p, const Array& query, const Array& key, const MaybeTensor& attn_mask,
-          const MaybeTensor& key_padding_mask, const MaybeTensor& alibi_slopes,
-          const MaybeTensor& dropout_seed, const Options& options) {
+std::vector<Sequence> fill(AttentionParams& p, const Array& query, const Array& key,
+                           const MaybeTensor& attn_mask, const MaybeTensor& key_padding_mask,
+                           const MaybeTensor& alibi_slopes, const MaybeTensor& dropout_seed,
+                           const Options& options, const Packed& packed) {
   query.check_dtype({DType::f32, DType::f64, DType::bf16, DType::f16});
   STD_TORCH_CHECK(query.dim == 4, "query must have 4 dimensions (B, H, L, D), got ", query.shape());
   STD_TORCH_CHECK(key.dim == 4, "key must have 4 dimensions (B, Hkv, S, D), got ", key.shape());
@@ -32,6 +74,9 @@ void fill(AttentionParams& p, const Array& query, const Array& key, const MaybeT
   p.query = query.view();
   p.key = key.view();
 
+  std::vector<Sequence> sequences = fill_sequences(p, packed);
+  STD_TORCH_CHECK(!p.sequences || !(attn_mask || key_padding_mask),
+                  "attn_mask and key_padding_mask have no meaning with cu_seqlens");
   if (attn_mask) {
     const Array mask("attn_mask", *attn_mask);
     p.mask = mask.check_dtype({DType::boolean, query.dtype, DType::f32}).broadcast({p.B, p.H, p.L, p.S});
@@ -70,12 +115,13 @@ void fill(AttentionParams& p, const Array& query, const Array& key, const MaybeT
         "dropout_seed must be an int64 tensor with one element when dropout_p > 0");
     p.seed = uint64_t(*static_cast<const int64_t*>(dropout_seed->data_ptr()));
   }
+  return sequences;
 }
 
 void fill_value(AttentionParams& p, const Array& value) {
   STD_TORCH_CHECK(value.dim == 4, "value must have 4 dimensions (B, Hkv, S, Dv), got ", value.shape());
   p.Dv = value.size[3];
-  p.value = value.check_dtype({p.query.dtype}).check_shape({p.B, p.Hkv, p.S, p.Dv}).view();
+  p.value = value.check_dtype({p.query.dtype}).check_shape({batch(p), p.Hkv, p.S, p.Dv}).view();
 }
 
 void fill_sinks(AttentionParams& p, const MaybeTensor& sinks) {
@@ -89,30 +135,31 @@ DType lse_dtype(const AttentionParams& p) { return p.query.dtype == DType::f64 ?
 // The log-sum-exp as an input. Kernels read it as contiguous.
 Tensor fill_lse(AttentionParams& p, const Tensor& lse) {
   Tensor held = lse.is_contiguous() ? lse : torch::stable::contiguous(lse);
-  p.lse = Array("lse", held).check_dtype({lse_dtype(p)}).check_shape({p.B, p.H, p.L}).view();
+  p.lse = Array("lse", held).check_dtype({lse_dtype(p)}).check_shape({batch(p), p.H, p.L}).view();
   return held;
 }
 
-std::tuple<Tensor, Tensor> attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
-                                             const MaybeTensor& attn_mask,
-                                             const MaybeTensor& key_padding_mask,
-                                             const MaybeTensor& alibi_slopes, const MaybeTensor& sinks,
-                                             const MaybeTensor& dropout_seed, double scale, double softcap,
-                                             int64_t window_left, int64_t window_right, bool lower_right,
-                                             double dropout_p) {
+std::tuple<Tensor, Tensor> attention_forward(
+    const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& attn_mask,
+    const MaybeTensor& key_padding_mask, const MaybeTensor& alibi_slopes, const MaybeTensor& sinks,
+    const MaybeTensor& dropout_seed, double scale, double softcap, int64_t window_left, int64_t window_right,
+    bool lower_right, double dropout_p, const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k,
+    std::optional<int64_t> max_seqlen_q, std::optional<int64_t> max_seqlen_k) {
   AttentionParams p{};
-  fill(p, {"query", query}, {"key", key}, attn_mask, key_padding_mask, alibi_slopes, dropout_seed,
-       {scale, softcap, window_left, window_right, lower_right, dropout_p});
+  const std::vector<Sequence> sequences =
+      fill(p, {"query", query}, {"key", key}, attn_mask, key_padding_mask, alibi_slopes, dropout_seed,
+           {scale, softcap, window_left, window_right, lower_right, dropout_p},
+           {cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k});
   fill_value(p, {"value", value});
   fill_sinks(p, sinks);
 
   // (B, L, H, Dv) in memory: joining the heads afterwards is then a view.
   const int64_t row = std::max<int64_t>(p.Dv, 1), token = std::max<int64_t>(p.H, 1) * row;
   const int64_t stride[] = {std::max<int64_t>(p.L, 1) * token, row, token, 1};
-  Tensor out = allocate(p.query.dtype, {p.B, p.H, p.L, p.Dv}, stride);
-  Tensor lse = allocate_contiguous(lse_dtype(p), {p.B, p.H, p.L});
-  p.out = output_view(out);
-  p.lse = output_view(lse);
+  Tensor out = allocate(p.query.dtype, {batch(p), p.H, p.L, p.Dv}, stride);
+  Tensor lse = allocate_contiguous(lse_dtype(p), {batch(p), p.H, p.L});
+  p.out = written(p, out);
+  p.lse = written(p, lse);
   attention_kernels().forward(p, torch_parallel());
   return {out, lse};
 }
@@ -129,20 +176,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& value, const Tensor& out, const Tensor& lse, const MaybeTensor& attn_mask,
     const MaybeTensor& key_padding_mask, const MaybeTensor& alibi_slopes, const MaybeTensor& sinks,
     const MaybeTensor& dropout_seed, double scale, double softcap, int64_t window_left, int64_t window_right,
-    bool lower_right, double dropout_p, bool mask_grad, bool alibi_grad, bool sinks_grad) {
+    bool lower_right, double dropout_p, bool mask_grad, bool alibi_grad, bool sinks_grad,
+    const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k, std::optional<int64_t> max_seqlen_q,
+    std::optional<int64_t> max_seqlen_k) {
   AttentionGradParams p{};
-  fill(p, {"query", query}, {"key", key}, attn_mask, key_padding_mask, alibi_slopes, dropout_seed,
-       {scale, softcap, window_left, window_right, lower_right, dropout_p});
+  const std::vector<Sequence> sequences =
+      fill(p, {"query", query}, {"key", key}, attn_mask, key_padding_mask, alibi_slopes, dropout_seed,
+           {scale, softcap, window_left, window_right, lower_right, dropout_p},
+           {cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k});
   fill_value(p, {"value", value});
   fill_sinks(p, sinks);
   const Tensor held_lse = fill_lse(p, lse);
   const Tensor held_out = p.Dv <= 1 || out.stride(3) == 1 ? out : torch::stable::contiguous(out);
   const DType dtype = p.query.dtype;
-  Array("out", held_out).check_dtype({dtype}).check_shape({p.B, p.H, p.L, p.Dv});
-  p.out = output_view(held_out);
-  p.grad_out = Array("grad_out", grad_out).check_dtype({dtype}).check_shape({p.B, p.H, p.L, p.Dv}).view();
+  Array("out", held_out).check_dtype({dtype}).check_shape({batch(p), p.H, p.L, p.Dv});
+  p.out = written(p, held_out);
+  p.grad_out =
+      Array("grad_out", grad_out).check_dtype({dtype}).check_shape({batch(p), p.H, p.L, p.Dv}).view();
   if (grad_lse)
-    p.grad_lse = Array("grad_lse", *grad_lse).check_dtype({lse_dtype(p)}).check_shape({p.B, p.H, p.L}).view();
+    p.grad_lse =
+        Array("grad_lse", *grad_lse).check_dtype({lse_dtype(p)}).check_shape({batch(p), p.H, p.L}).view();
   STD_TORCH_CHECK(!mask_grad || (attn_mask && p.mask.dtype != DType::boolean),
                   "mask_grad needs a floating point attn_mask");
   STD_TORCH_CHECK(!alibi_grad || alibi_slopes, "alibi_grad needs alibi_slopes");
@@ -151,9 +204,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   Tensor grad_query = allocate_like(query);
   Tensor grad_key = allocate_like(key);
   Tensor grad_value = allocate_like(value);
-  p.grad_query = output_view(grad_query);
-  p.grad_key = output_view(grad_key);
-  p.grad_value = output_view(grad_value);
+  p.grad_query = written(p, grad_query);
+  p.grad_key = written(p, grad_key);
+  p.grad_value = written(p, grad_value);
 
   Tensor grad_mask = mask_grad
                          ? allocate_contiguous(p.mask.dtype, attn_mask->sizes().data(), attn_mask->dim())
@@ -180,7 +233,7 @@ Tensor attention_weights(const Tensor& query, const Tensor& key, const Tensor& l
                          double dropout_p, bool average_heads) {
   AttentionWeightsParams p{};
   fill(p, {"query", query}, {"key", key}, attn_mask, key_padding_mask, alibi_slopes, dropout_seed,
-       {scale, softcap, window_left, window_right, lower_right, dropout_p});
+       {scale, softcap, window_left, window_right, lower_right, dropout_p}, {{}, {}, {}, {}});
   const Tensor held_lse = fill_lse(p, lse);
   p.average = average_heads;
   Tensor weights = average_heads ? allocate_contiguous(p.query.dtype, {p.B, p.L, p.S})

@@ -5,7 +5,7 @@
 #include <tuple>
 #include <vector>
 
-#include "tensor.h"
+#include "sequences.h"
 
 namespace fastattn {
 namespace {
@@ -64,27 +64,11 @@ void fill(LinearAttentionParams& p, std::vector<int64_t>& bounds, const Tensor& 
     p.key_padding = padding.check_dtype({DType::boolean}).check_shape({p.B, p.S}).view();
   }
   if (cu_seqlens) {
-    const int32_t code = dtype_code(*cu_seqlens);
-    STD_TORCH_CHECK(code == aoti_torch_dtype_int32() || code == aoti_torch_dtype_int64(),
-                    "cu_seqlens must be int32 or int64");
-    STD_TORCH_CHECK(cu_seqlens->dim() == 1 && cu_seqlens->size(0) >= 1,
-                    "cu_seqlens must have one dimension and at least one element");
     STD_TORCH_CHECK(p.B == 1 && p.L == p.S,
                     "cu_seqlens needs a batch of 1 and as many queries as keys, got query ", query.shape(),
                     " and key ", key.shape());
-    const int64_t count = cu_seqlens->size(0), step = cu_seqlens->stride(0);
-    const void* data = cu_seqlens->data_ptr();
-    STD_TORCH_CHECK(data, "cu_seqlens must be a plain tensor with memory of its own");
-    for (int64_t i = 0; i < count; ++i)
-      bounds.push_back(code == aoti_torch_dtype_int32() ? static_cast<const int32_t*>(data)[i * step]
-                                                        : static_cast<const int64_t*>(data)[i * step]);
-    STD_TORCH_CHECK(bounds[0] == 0, "cu_seqlens must start at 0, got ", bounds[0]);
-    for (int64_t i = 1; i < count; ++i)
-      STD_TORCH_CHECK(bounds[i] >= bounds[i - 1], "cu_seqlens must not decrease, got ", bounds[i], " after ",
-                      bounds[i - 1]);
-    STD_TORCH_CHECK(bounds[count - 1] == p.L, "cu_seqlens must end at the number of tokens ", p.L, ", got ",
-                    bounds[count - 1]);
-    p.N = count - 1;
+    bounds = read_bounds("cu_seqlens", *cu_seqlens, p.L);
+    p.N = int64_t(bounds.size()) - 1;
     p.cu_seqlens = bounds.data();
   }
   STD_TORCH_CHECK(bool(initial_kv) == bool(initial_z), "initial_kv and initial_z go together");

@@ -10,6 +10,7 @@ from fastattn._native import has_kernel
 from fastattn.ops._attention_autograd import causality_op
 from fastattn.ops._common import call_op
 from fastattn.ops.attention import attention_with_weights, scaled_dot_product_attention
+from fastattn.ops.varlen_attention import varlen_attention
 
 _HOOK = "fastattn.forward"
 
@@ -134,7 +135,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         Keys appended by ``add_bias_kv`` and ``add_zero_attn`` come last, in that order, and are never hidden.
 
         In strided nested tensors, as ``nn.TransformerEncoder`` makes of padded batches in evaluation, only
-        self-attention without masks exists, as in torch.
+        self-attention without masks exists, as in torch. Nested tensors (N, ragged, E) of
+        ``layout=torch.jagged`` are attended to without padding, forward and backward, with ``batch_first``;
+        ``is_causal`` then needs no mask, and hides later positions of the same sequence.
 
         Returns:
             The output, shaped like ``query``, contiguous; and the weights after dropout, in the dtype of the
@@ -160,8 +163,16 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         _check_mask_dtypes(key_padding_mask, attn_mask)
         if query.is_nested or key.is_nested or value.is_nested:
-            if attn_mask is not None or key_padding_mask is not None or is_causal:
+            if attn_mask is not None or key_padding_mask is not None:
                 raise AssertionError("MultiheadAttention takes no masks beside nested tensors")
+            if query.layout == torch.jagged:
+                return self._jagged_attention(
+                    query, key, value, need_weights, average_attn_weights, is_causal
+                )
+            if is_causal:
+                raise AssertionError(
+                    "is_causal is supported only beside nested tensors of layout=torch.jagged"
+                )
             return self._nested_self_attention(query, key, value, need_weights, average_attn_weights)
         return self._attend(
             query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -376,6 +387,32 @@ class MultiheadAttention(nn.MultiheadAttention):
                 for m in (attn_mask, key_padding_mask)
             )
         return attn_mask, key_padding_mask, is_causal
+
+    def _jagged_attention(self, query, key, value, need_weights, average_attn_weights, is_causal):
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not (x.is_nested and x.layout == torch.jagged and x.dim() == 3 and self.batch_first):
+                raise AssertionError(
+                    f"{name} must be nested (N, ragged, features) of layout=torch.jagged, as query is, with "
+                    "batch_first=True"
+                )
+        if need_weights or self._appended_keys:
+            raise AssertionError(
+                "nested tensors of layout=torch.jagged need need_weights=False, and no add_bias_kv or "
+                "add_zero_attn"
+            )
+        # The same tensor stays the same: one projection for all.
+        inner = {id(x): x.contiguous() if x.lengths() is not None else x for x in (query, key, value)}
+        packed = {n: x.values() for n, x in inner.items()}
+        q, k, v = self._project(*(packed[id(x)] for x in (query, key, value)))
+        bounds = [inner[id(x)].offsets() for x in (query, key, value)]
+        if bounds[1] is not bounds[2] and not torch.equal(bounds[1], bounds[2]):
+            raise AssertionError("key and value must have the same lengths")
+        dropout_p = self.dropout if self.training else 0.0
+        out = varlen_attention(
+            q, k, v, *bounds[:2], dropout_p=dropout_p, is_causal=is_causal, causal_alignment="upper_left"
+        )
+        out = self.out_proj(out.flatten(-2))
+        return torch.nested.nested_tensor_from_jagged(out, bounds[0]), None
 
     def _nested_self_attention(self, query, key, value, need_weights, average_attn_weights):
         supported = query is key and key is value and query.layout == torch.strided and self.batch_first

@@ -27,19 +27,25 @@ __all__ = [
 # attn_mask with dimensions that are full or 1 (outside of vmap they may also be missing in front),
 # key_padding_mask (B, S), alibi_slopes (H,) or (B, H), sinks (H,). -1 is an unlimited window, causal is
 # window_right = 0.
+# Packed sequences are a batch of 1, (1, H, total, D), that cu_seqlens (N + 1,) cut into N; alibi_slopes are
+# then (H,) or (N, H), and there are no masks. These arguments come last, so that other calls go without them.
 
 _OPTIONS = "float scale, float softcap, int window_left, int window_right, bool lower_right, float dropout_p"
+_PACKED = (
+    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None"
+)
 _BIASES = "Tensor? attn_mask, Tensor? key_padding_mask, Tensor? alibi_slopes"
 
 library.define(
     f"attention_forward(Tensor query, Tensor key, Tensor value, {_BIASES}, Tensor? sinks, "
-    f"Tensor? dropout_seed, {_OPTIONS}) -> (Tensor out, Tensor lse)"
+    f"Tensor? dropout_seed, {_OPTIONS}, {_PACKED}) -> (Tensor out, Tensor lse)"
 )
 library.define(
     "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
     f"Tensor out, Tensor lse, {_BIASES}, Tensor? sinks, Tensor? dropout_seed, {_OPTIONS}, "
-    "bool mask_grad, bool alibi_grad, bool sinks_grad) -> (Tensor grad_query, Tensor grad_key, "
-    "Tensor grad_value, Tensor grad_mask, Tensor grad_alibi, Tensor grad_sinks)"
+    f"bool mask_grad, bool alibi_grad, bool sinks_grad, {_PACKED}) -> (Tensor grad_query, "
+    "Tensor grad_key, Tensor grad_value, Tensor grad_mask, Tensor grad_alibi, Tensor grad_sinks)"
 )
 library.define(
     f"attention_weights(Tensor query, Tensor key, Tensor lse, {_BIASES}, Tensor? dropout_seed, {_OPTIONS}, "
@@ -66,7 +72,7 @@ def _(query, key, value, *args):
 def _(
     grad_out, grad_lse, query, key, value, out, lse, attn_mask, key_padding_mask, alibi_slopes, sinks, *args
 ):
-    optional = zip((attn_mask, alibi_slopes, sinks), args[-3:], strict=True)
+    optional = zip((attn_mask, alibi_slopes, sinks), args[7:10], strict=True)
     return (
         *(torch.empty_like(t) for t in (query, key, value)),
         *(t.new_empty(t.shape) if wanted else query.new_empty(0) for t, wanted in optional),
@@ -83,29 +89,31 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks, dropout_seed,
-        scale, softcap, window_left, window_right, lower_right, dropout_p,
+        scale, softcap, window_left, window_right, lower_right, dropout_p, *packed,
     ):  # fmt: skip
         return call_op(
             forward_op, query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks, dropout_seed,
-            scale, softcap, window_left, window_right, lower_right, dropout_p,
+            scale, softcap, window_left, window_right, lower_right, dropout_p, *packed,
         )  # fmt: skip
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:3], *output, *inputs[3:8])
-        ctx.options = inputs[8:]
+        ctx.save_for_backward(*inputs[:3], *output, *inputs[3:8], *inputs[14:16])
+        ctx.options = inputs[8:14]
+        ctx.longest = inputs[16:]
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
         # Spelled out: on small inputs these lines take as long as the kernel.
         if grad_out is None and grad_lse is None:
-            return (None,) * 14
+            return (None,) * len(ctx.needs_input_grad)
         saved, needs = ctx.saved_tensors, ctx.needs_input_grad
         if grad_out is None:
             out = saved[3]
             grad_out = out.new_zeros(()).expand(out.shape)
-        args = (grad_out, grad_lse, *saved, *ctx.options, needs[3], needs[5], needs[6])
+        args = (grad_out, grad_lse, *saved[:10], *ctx.options, needs[3], needs[5], needs[6])
+        args = (*args, *saved[10:], *ctx.longest)
         # The Function is only needed where this result is differentiated or mapped in turn.
         if torch.is_grad_enabled() or _are_functorch_transforms_active():
             grads = AttentionBackward.apply(*args)
@@ -119,13 +127,15 @@ class Attention(torch.autograd.Function):
             None,
             grads[4] if needs[5] else None,
             grads[5] if needs[6] else None,
-            None, None, None, None, None, None, None,
+            *(None,) * (len(needs) - 7),
         )  # fmt: skip
 
     @staticmethod
     def vmap(info, in_dims, *args):
         # Sinks have no batch dimension, and a dropout pattern depends on the position in the batch: one call
         # each.
+        if args[14:15] not in ((), (None,)):
+            return _map_packed(Attention, info, in_dims, args)
         if in_dims[6] is not None or args[7] is not None:
             return map_each(Attention, info, in_dims, args)
         B = logical_size(args[0], in_dims[0], 0)
@@ -152,19 +162,19 @@ class AttentionBackward(torch.autograd.Function):
     def forward(
         grad_out, grad_lse, query, key, value, out, lse, attn_mask, key_padding_mask, alibi_slopes, sinks,
         dropout_seed, scale, softcap, window_left, window_right, lower_right, dropout_p,
-        mask_grad, alibi_grad, sinks_grad,
+        mask_grad, alibi_grad, sinks_grad, *packed,
     ):  # fmt: skip
         return call_op(
             backward_op, grad_out, grad_lse, query, key, value, out, lse, attn_mask, key_padding_mask,
             alibi_slopes, sinks, dropout_seed, scale, softcap, window_left, window_right, lower_right,
-            dropout_p, mask_grad, alibi_grad, sinks_grad,
+            dropout_p, mask_grad, alibi_grad, sinks_grad, *packed,
         )  # fmt: skip
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[:5], inputs[6], *inputs[7:12])
+        ctx.save_for_backward(*inputs[:5], inputs[6], *inputs[7:12], *inputs[21:23])
         ctx.options = inputs[12:18]
-        ctx.wanted = inputs[18:]
+        ctx.wanted = inputs[18:21]
 
     @staticmethod
     def backward(ctx, *grads):
@@ -172,7 +182,7 @@ class AttentionBackward(torch.autograd.Function):
 
         out and lse are recomputed from the inputs, so they need no gradient of their own.
         """
-        grad_out, grad_lse, query, key, value, lse, attn_mask, padding, alibi_slopes, sinks, seed = (
+        grad_out, grad_lse, query, key, value, lse, attn_mask, padding, alibi_slopes, sinks, seed, *bounds = (
             ctx.saved_tensors
         )
         optional = (attn_mask, alibi_slopes, sinks)
@@ -182,7 +192,8 @@ class AttentionBackward(torch.autograd.Function):
         def attend(query, key, value, *rest):
             rest = iter(rest)
             mask, slopes, sink = (next(rest) if w else t for t, w in zip(optional, ctx.wanted, strict=True))
-            return reference.attention(query, key, value, mask, padding, slopes, sink, seed, *ctx.options)
+            args = (query, key, value, mask, padding, slopes, sink, seed, *ctx.options, *bounds)
+            return reference.attention(*args)
 
         def first_order(grad_out, grad_lse, *primals):
             return torch.func.vjp(attend, *primals)[1]((grad_out, grad_lse))
@@ -195,12 +206,14 @@ class AttentionBackward(torch.autograd.Function):
         grad_mask, grad_alibi, grad_sinks = (next(rest) if wanted else None for wanted in ctx.wanted)
         return (
             second[0], None if no_grad_lse else second[1], *second[2:5], None, None,
-            grad_mask, None, grad_alibi, grad_sinks, *(None,) * 10,
+            grad_mask, None, grad_alibi, grad_sinks, *(None,) * (len(ctx.needs_input_grad) - 11),
         )  # fmt: skip
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        mask_grad, alibi_grad, sinks_grad = args[18:]
+        mask_grad, alibi_grad, sinks_grad = args[18:21]
+        if args[21:22] not in ((), (None,)):
+            return _map_packed_backward(info, in_dims, args)
         if in_dims[10] is not None or sinks_grad or args[11] is not None:
             return map_each(AttentionBackward, info, in_dims, args)
         attn_mask, alibi_slopes = args[7], args[9]
@@ -300,6 +313,55 @@ class _Fold(NamedTuple):
 
     def unfold(self, tensor: Tensor) -> Tensor:
         return tensor.unflatten(0, (self.N, self.B))
+
+
+class _FoldHeads(NamedTuple):
+    """Folds a mapped dimension of size N into the heads of packed tensors, in front of them."""
+
+    N: int
+
+    def heads(self, tensor: Tensor | None, mapped: int | None, dim: int) -> Tensor | None:
+        if tensor is None:
+            return None
+        tensor = tensor.expand(self.N, *tensor.shape) if mapped is None else tensor.movedim(mapped, 0)
+        return tensor.movedim(0, dim).flatten(dim, dim + 1)
+
+    def unfold(self, tensor: Tensor, dim: int) -> Tensor:
+        return tensor.unflatten(dim, (self.N, -1)).movedim(dim, 0)
+
+    def arguments(self, args, in_dims, slopes: int, sinks: int) -> list:
+        """Those of the tensors and biases; the others as they are."""
+        folded = list(args)
+        for n in range(sinks + 1):
+            if n in (slopes, sinks):
+                dim = 0 if args[n] is None else logical_dim(args[n], in_dims[n]) - 1
+            else:
+                dim = 1
+            folded[n] = self.heads(args[n], in_dims[n], dim)
+        return folded
+
+
+def _map_packed(function, info, in_dims, args):
+    # Sequences that differ from element to element are a call each, and so is a dropout pattern that depends
+    # on the head.
+    if args[7] is not None or any(d is not None for d in in_dims[14:16]):
+        return map_each(function, info, in_dims, args)
+    fold = _FoldHeads(info.batch_size)
+    outputs = function.apply(*fold.arguments(args, in_dims, 5, 6))
+    return tuple(fold.unfold(t, 1) for t in outputs), (0, 0)
+
+
+def _map_packed_backward(info, in_dims, args):
+    if args[11] is not None or any(d is not None for d in in_dims[21:23]):
+        return map_each(AttentionBackward, info, in_dims, args)
+    fold = _FoldHeads(info.batch_size)
+    grads = AttentionBackward.apply(*fold.arguments(args, in_dims, 9, 10))
+    _, alibi_grad, sinks_grad = args[18:21]
+    outputs = [fold.unfold(g, 1) for g in grads[:3]]
+    outputs.append(grads[3])
+    outputs.append(fold.unfold(grads[4], grads[4].dim() - 1) if alibi_grad else grads[4])
+    outputs.append(fold.unfold(grads[5], 0) if sinks_grad else grads[5])
+    return tuple(outputs), (0, 0, 0, None, 0 if alibi_grad else None, 0 if sinks_grad else None)
 
 
 register_autograd("attention_forward", forward_op, Attention)

@@ -14,10 +14,13 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from fastattn._choose import KERNEL_DTYPES, Request
 from fastattn.ops._common import autocast_dtype, check_dense, check_flags, is_watched, number
 
-__all__ = ["UNLIMITED", "Prepared", "allow_common", "common_scale", "prepare", "restore", "wants_gradient"]
+__all__ = [
+    "FAR", "UNLIMITED", "Prepared", "allow_common", "autocast_tensors", "check_options", "check_tensors",
+    "common_scale", "prepare", "restore", "shapes_found", "wants_gradient",
+]  # fmt: skip
 
 UNLIMITED = (-1, -1)
-_FAR = 2**60
+FAR = 2**60  # windows are capped far beyond any length, so that adding positions to them cannot overflow
 # The dtypes of common calls that need no choice any more: none until the CPU library was found.
 _common_dtypes: set[torch.dtype] = set()
 
@@ -45,7 +48,7 @@ class Prepared(NamedTuple):
 _NAMES = ("query", "key", "value", "attn_mask", "key_padding_mask", "alibi_slopes", "sinks")
 
 
-def _found(tensors: Sequence[Tensor | None]) -> str:
+def shapes_found(tensors: Sequence[Tensor | None]) -> str:
     """The shapes of the arguments, for error messages; evaluated only where there is an error."""
     shapes = [f"{n} {tuple(t.shape)}" for n, t in zip(_NAMES, tensors, strict=False) if t is not None]
     return ", ".join(shapes)
@@ -60,17 +63,17 @@ def _broadcast(
         for n in range(1, len(shape) + 1):
             if shape[-n] != 1:
                 if result[-n] != 1 and result[-n] != shape[-n]:
-                    raise RuntimeError(f"{what} do not broadcast: {_found(tensors)}")
+                    raise RuntimeError(f"{what} do not broadcast: {shapes_found(tensors)}")
                 result[-n] = shape[-n]
     return tuple(result)
 
 
-def _check_tensors(tensors: Sequence[Tensor | None]) -> None:
+def check_tensors(tensors: Sequence[Tensor | None]) -> None:
     query = tensors[0]
     check_dense(_NAMES, tensors)
     for name, tensor in zip(_NAMES, tensors[:3], strict=False):
         if tensor.dim() < 2:
-            raise RuntimeError(f"{name} must be (..., length, head dim), got {_found(tensors)}")
+            raise RuntimeError(f"{name} must be (..., length, head dim), got {shapes_found(tensors)}")
     _, _, _, attn_mask, key_padding_mask, alibi_slopes, sinks = tensors
     wide = (torch.float32, torch.float64) if query.dtype == torch.float64 else (torch.float32,)
     for name, tensor, dtypes in (
@@ -84,7 +87,7 @@ def _check_tensors(tensors: Sequence[Tensor | None]) -> None:
             raise RuntimeError(f"{name} must be {allowed} beside a {query.dtype} query, got {tensor.dtype}")
 
 
-def _check_options(dropout_p, window_size, softcap, causal_alignment) -> None:
+def check_options(dropout_p, window_size, softcap, causal_alignment) -> None:
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
     if not 0.0 <= softcap < math.inf:
@@ -116,7 +119,7 @@ def _of_causal_bias(bias: CausalBias, L: int, S: int, is_causal: bool, alignment
     return torch.ones(L, S, dtype=torch.bool).tril(S - L if lower_right else 0), is_causal, alignment
 
 
-def _autocast(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+def autocast_tensors(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     # As torch's autocast of its own function, except that float32 masks stay float32: a finite float32
     # minimum rounded to float16 would become -inf, and hide what was only discouraged.
     dtype = autocast_dtype(tensors[0])
@@ -137,14 +140,14 @@ def prepare(
     window_size=UNLIMITED, softcap=0.0, causal_alignment="upper_left", return_lse=False,
 ) -> Prepared:  # fmt: skip
     if _is_any_autocast_enabled():
-        tensors = _autocast(tensors)
+        tensors = autocast_tensors(tensors)
     causal_bias = tensors[3] if isinstance(tensors[3], CausalBias) else None
     if causal_bias is not None:
         tensors = (*tensors[:3], None, *tensors[4:])
-    _check_tensors(tensors)
+    check_tensors(tensors)
     dropout_p, softcap = number("dropout_p", dropout_p), number("softcap", softcap)
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
-    _check_options(dropout_p, window_size, softcap, causal_alignment)
+    check_options(dropout_p, window_size, softcap, causal_alignment)
     query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks = tensors
     window_left, window_right = [n if isinstance(n, int) else n.__index__() for n in window_size]
     if causal_bias is not None:
@@ -158,9 +161,9 @@ def prepare(
             tensors = (*tensors[:3], attn_mask, *tensors[4:])
     D = query.shape[-1]
     if key.shape[-1] != D:
-        raise RuntimeError(f"query and key must have the same head dim: {_found(tensors)}")
+        raise RuntimeError(f"query and key must have the same head dim: {shapes_found(tensors)}")
     if value.shape[-2] != key.shape[-2]:
-        raise RuntimeError(f"key and value must have the same length: {_found(tensors)}")
+        raise RuntimeError(f"key and value must have the same length: {shapes_found(tensors)}")
     if alibi_slopes is not None and query.dtype == torch.float64:
         tensors = (*tensors[:5], alibi_slopes.to(torch.float64), sinks)
 
@@ -187,8 +190,7 @@ def prepare(
         if tensor is not None:
             used.append(name)
     scale = (D**-0.5 if D else 1.0) if scale is None else number("scale", scale)
-    # Windows are capped far beyond any length, so that adding positions to them cannot overflow.
-    window_left, window_right = min(window_left, _FAR), 0 if is_causal else min(window_right, _FAR)
+    window_left, window_right = min(window_left, FAR), 0 if is_causal else min(window_right, FAR)
     options = (scale, softcap, window_left, window_right, causal_alignment == "lower_right", dropout_p)
     return Prepared(*tensors, options, batch, head_dims, Request(query.device.type, query.dtype, tuple(used)))
 
@@ -248,17 +250,17 @@ def _arrange(
         while attn_mask.dim() < 2:
             attn_mask = attn_mask.unsqueeze(0)
         if attn_mask.shape[-1] not in (1, S) or attn_mask.shape[-2] not in (1, L):
-            raise RuntimeError(f"attn_mask must broadcast to (..., {L}, {S}), got {_found(given)}")
+            raise RuntimeError(f"attn_mask must broadcast to (..., {L}, {S}), got {shapes_found(given)}")
         leads.append(attn_mask.shape[:-2])
     batches = [lead[:-1] for lead in leads]
     batch_dims = max([len(b) for b in batches])
     if key_padding_mask is not None:
         if not 1 <= key_padding_mask.dim() <= batch_dims + 1 or key_padding_mask.shape[-1] != S:
-            raise RuntimeError(f"key_padding_mask must be (batch, {S}), got {_found(given)}")
+            raise RuntimeError(f"key_padding_mask must be (batch, {S}), got {shapes_found(given)}")
         batches.append(key_padding_mask.shape[:-1])
     if alibi_slopes is not None:
         if not 1 <= alibi_slopes.dim() <= batch_dims + 1:
-            raise RuntimeError(f"alibi_slopes must be (heads,) or (batch, heads), got {_found(given)}")
+            raise RuntimeError(f"alibi_slopes must be (heads,) or (batch, heads), got {shapes_found(given)}")
         batches.append(alibi_slopes.shape[:-1])
     batch = _broadcast("batch dimensions", batches, given)
 
@@ -268,7 +270,7 @@ def _arrange(
         for n in (key_heads, value_heads):
             if (H % n != 0) if n > 0 else H > 0:
                 raise RuntimeError(
-                    f"with enable_gqa=True key and value heads must divide the query's: {_found(given)}"
+                    f"with enable_gqa=True key and value heads must divide the query's: {shapes_found(given)}"
                 )
         if attn_mask is not None:
             (H,) = _broadcast("heads of query and attn_mask", [(H,), (heads[3],)], given)
@@ -279,7 +281,9 @@ def _arrange(
         if tensor is not None and (
             tensor.dim() == 0 or tensor.shape[-1] != H or (name == "sinks" and tensor.dim() > 1)
         ):
-            raise RuntimeError(f"{name} must have one entry for each of the {H} heads, got {_found(given)}")
+            raise RuntimeError(
+                f"{name} must have one entry for each of the {H} heads, got {shapes_found(given)}"
+            )
 
     Hkv = key_heads
     if key_heads != value_heads:

@@ -26,13 +26,13 @@ from fastattn.ops._attention_call import (
 from fastattn.ops._common import CPU_KEYS, apply_function, call_op, needs_function
 from fastattn.reference import attention as reference
 
-__all__ = ["attention_with_weights", "scaled_dot_product_attention"]
+__all__ = ["attention_with_weights", "draw_seed", "scaled_dot_product_attention"]
 
 _forward_on_cpu = forward_op._handle.redispatch_boxed
 _weights_on_cpu = weights_op._handle.redispatch_boxed
 
 
-def _draw_seed(dropout_p: float, device: torch.device | str) -> Tensor | None:
+def draw_seed(dropout_p: float, device: torch.device | str) -> Tensor | None:
     """One draw from torch's generator decides a call's whole dropout pattern, whatever computes it."""
     return None if dropout_p == 0.0 else torch.randint(0, 2**63 - 1, (1,), device=device)
 
@@ -93,6 +93,7 @@ def scaled_dot_product_attention(
 
     Args:
         query: (..., H, L, D), any strides; (L, D) and any number of leading dimensions work, and broadcast.
+            Or nested tensors (B, H, ragged, D) of ``layout=torch.jagged``, without masks; results are nested.
         key: (..., Hkv, S, D). value: (..., Hkv, S, Dv).
         attn_mask: broadcastable to (..., H, L, S); boolean (True = attend), or added to the scaled scores: of
             the query's dtype or float32. Has a gradient in its own shape. Also one of
@@ -156,7 +157,7 @@ def scaled_dot_product_attention(
         is not None
     ):
         right = 0 if is_causal else -1
-        seed = None if dropout_p == 0.0 else _draw_seed(dropout_p, "cpu")
+        seed = None if dropout_p == 0.0 else draw_seed(dropout_p, "cpu")
         try:
             if wants_gradient(query, key, value, attn_mask):
                 mask = attn_mask[None, None] if attn_mask is not None and attn_mask.dim() == 2 else attn_mask
@@ -173,6 +174,15 @@ def scaled_dot_product_attention(
         except RuntimeError:
             pass  # what the kernel refuses takes the long way, which says why or knows a form it accepts
 
+    if isinstance(query, Tensor) and query.is_nested and query.layout is torch.jagged:
+        from fastattn.ops.varlen_attention import attend_jagged  # which is built on this module
+
+        return attend_jagged(
+            query, key, value, (attn_mask, key_padding_mask), enable_gqa, dropout_p=dropout_p,
+            is_causal=is_causal, scale=scale, window_size=window_size, softcap=softcap,
+            alibi_slopes=alibi_slopes, sinks=sinks, causal_alignment=causal_alignment, return_lse=return_lse,
+            impl=impl,
+        )  # fmt: skip
     call = prepare(
         (query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks), dropout_p, is_causal, scale,
         enable_gqa, window_size, softcap, causal_alignment, return_lse,
@@ -180,7 +190,7 @@ def scaled_dot_product_attention(
     implementation = choose(call.request, impl)
     if implementation == "cpu" and not is_compiling():
         allow_common()
-    out, lse = _run(call, _draw_seed(call.options[-1], query.device), implementation)
+    out, lse = _run(call, draw_seed(call.options[-1], query.device), implementation)
     return (restore(out, call), restore(lse, call)) if return_lse else restore(out, call)
 
 
@@ -241,7 +251,7 @@ def attention_with_weights(
         and not wants_gradient(query, key, value, attn_mask)
     ):
         numbers = (factor, 0.0, -1, 0 if is_causal else -1, False, dropout_p)
-        seed = _draw_seed(dropout_p, "cpu")
+        seed = draw_seed(dropout_p, "cpu")
         masks = (attn_mask, key_padding_mask, None)
         out, lse = _forward_on_cpu(CPU_KEYS, query, key, value, *masks, None, seed, *numbers)
         return out, _weights_on_cpu(CPU_KEYS, query, key, lse, *masks, seed, *numbers, average_weights)
@@ -249,7 +259,7 @@ def attention_with_weights(
     tensors = (query, key, value, attn_mask, key_padding_mask, None, sinks)
     call = prepare(tensors, dropout_p, is_causal, scale, enable_gqa, return_lse=True, **options)
     implementation = choose(call.request, impl)
-    seed = _draw_seed(call.options[-1], query.device)
+    seed = draw_seed(call.options[-1], query.device)
     out, lse = _run(call, seed, implementation)
     args = (call.query, call.key, lse, call.attn_mask, call.key_padding_mask, call.alibi_slopes, seed)
     args = (*args, *call.options, average_weights)

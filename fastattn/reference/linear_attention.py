@@ -12,7 +12,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from fastattn.reference._common import wide_dtype, without_autocast
+from fastattn.reference._common import read_bounds, wide_dtype, without_autocast
 
 __all__ = ["FEATURE_MAPS", "linear_attention", "linear_attention_step"]
 
@@ -126,13 +126,6 @@ def _attend(query, key, value, decay, key_padding_mask, kv, z, feature_map, caus
     return out.to(dtype), den.squeeze(-1), state[..., :Dv].contiguous(), state[..., Dv].contiguous()
 
 
-def _check_cu_seqlens(bounds: list[int], length: int) -> None:
-    if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in zip(bounds, bounds[1:], strict=False)):
-        raise RuntimeError(
-            f"cu_seqlens must start at 0, never decrease and end at the total length {length}, got {bounds}"
-        )
-
-
 def linear_attention(
     query: Tensor,
     key: Tensor,
@@ -161,8 +154,7 @@ def linear_attention(
         if cu_seqlens is None:
             results = _attend(query, key, value, decay, key_padding_mask, initial_kv, initial_z, *options)
         else:
-            bounds = cu_seqlens.tolist()
-            _check_cu_seqlens(bounds, query.shape[2])
+            bounds = read_bounds("cu_seqlens", cu_seqlens, query.shape[2])
             pieces = []
             for n, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
                 q, k, v = (t[:, :, start:end] for t in (query, key, value))
