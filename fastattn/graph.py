@@ -183,6 +183,8 @@ class Graph:
     rowptr: Tensor
     col: Tensor
     perm: Tensor | None
+    # In compiled code the caller's edges: what is made of them alone then does without sorting.
+    _given: Tensor | None = None
 
     def __init__(
         self,
@@ -200,6 +202,8 @@ class Graph:
                 self._set(*of_edge_index(edge_index, num_src, num_dst))
             else:
                 self._set(*of_edges(edge_index[0], edge_index[1], num_src, num_dst))
+                if is_compiling():
+                    self._given = edge_index
 
     def _set(self, num_src: int, num_dst: int, csr: Compressed, csc: Compressed | None = None) -> None:
         self.num_src, self.num_dst, self.num_edges = num_src, num_dst, csr.index.shape[0]
@@ -292,6 +296,8 @@ class Graph:
 
     def edge_index(self) -> Tensor:
         """(2, E) int64: sources and targets in the caller's order, as a new tensor."""
+        if self._given is not None:
+            return self._given.to(torch.int64, copy=True)
         dst, src = edge_ends(self.csr)
         return torch.stack([src, dst]).long()
 
