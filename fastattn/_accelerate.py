@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
 from fastattn._choose import Request, choose
+from fastattn.ops._attention_call import common_scale
 from fastattn.ops._common import autocast_dtype
 from fastattn.ops.attention import scaled_dot_product_attention
 
@@ -90,6 +91,14 @@ def _is_ours(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ) -> bool:
     """Whether torch accepts this call and fastattn has a kernel for it."""
+    # Common calls on the CPU: checked as the function itself checks them, which is short.
+    if (
+        (attn_mask is None or (not is_causal and getattr(attn_mask, "dtype", None) is torch.bool))
+        and common_scale(query, key, value, attn_mask, None, dropout_p, is_causal, scale, enable_gqa)
+        is not None
+        and dropout_p < 1
+    ):
+        return True
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     if not (
         all(isinstance(t, Tensor) and t.layout is torch.strided and not t.is_nested for t in tensors)

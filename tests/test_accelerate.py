@@ -105,6 +105,7 @@ def test_what_fastattn_has_no_kernel_for_goes_to_torch(calls, monkeypatch):
         torch.jit.trace(lambda q: F.scaled_dot_product_attention(q, key, value), query, check_trace=False)
         assert not calls
         monkeypatch.setattr(_accelerate, "choose", lambda request, impl: "reference")
+        monkeypatch.setattr(_accelerate, "common_scale", lambda *arguments: None)
         F.scaled_dot_product_attention(query, key, value)
     assert not calls
 
