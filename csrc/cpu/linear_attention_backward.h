@@ -17,30 +17,28 @@ inline void backward(const LinearAttentionGradParams& p, const Parallel& paralle
   if (p.H == 0) return;
   const Problem<T> problem(p);
   const int64_t heads = p.Hkv;
-  const std::vector<Segment> keys = problem.segments(p.S, parallel.threads);
-  const std::vector<Segment> queries = p.causal ? keys : problem.segments(p.L, parallel.threads);
-  const bool whole = int64_t(keys.size()) == p.N && int64_t(queries.size()) == p.N;
+  const Segments segments = problem.segments(parallel.threads);
+  const std::vector<Segment>&keys = segments.keys, &queries = segments.queries;
   const int64_t kinds = problem.kinds();
   const int64_t key_items = int64_t(keys.size()) * heads, query_items = int64_t(queries.size()) * heads;
   const Buffer<double> decay_sums(p.grad_decay.data && p.decay_per_head ? key_items * kinds : 0);
 
   // States between segments, where there are any.
-  const std::vector<Segment> none;
-  const SegmentStates<T> before(whole ? none : keys, heads, kinds, problem.dv, problem.d, problem.d);
-  const SegmentStates<T> behind(whole ? none : queries, heads, kinds, problem.d, problem.dv, problem.d);
-  if (!whole) {
+  const SegmentStates<T> before(keys, heads, kinds, problem.dv, problem.d, problem.d);
+  const SegmentStates<T> behind(queries, heads, kinds, problem.d, problem.dv, problem.d);
+  if (!before.empty()) {
     for_each_item<T>(parallel, key_items + query_items, [&](int64_t task, Arena& arena) {
       const bool of_keys = task < key_items;
       const int64_t item = of_keys ? task : task - key_items, s = item / heads, hk = item % heads;
       A<T>* decays = arena.take<A<T>>(problem.group);
       if (of_keys) {
-        if (p.causal && keys[s].last) return;
+        if (keys[s].alone || (p.causal && keys[s].last)) return;
         QueryGrad<T> walk(problem, p, arena);
         walk.clear();
         walk.walk(keys[s], hk, false, true, decays);
         for (int64_t k = 0; k < kinds; ++k) before.put(s, hk, k, walk.states[k], decays[k]);
       } else {
-        if (p.causal && queries[s].first) return;
+        if (queries[s].alone || (p.causal && queries[s].first)) return;
         KeyGrad<T> walk(problem, p, arena);
         walk.clear();
         walk.absorb(queries[s], hk, decays);
@@ -59,7 +57,7 @@ inline void backward(const LinearAttentionGradParams& p, const Parallel& paralle
   auto grad_queries = [&](int64_t s, int64_t hk, Arena& arena, const Flow<T>* flow) {
     const Segment& segment = queries[s];
     QueryGrad<T> walk(problem, p, arena);
-    if (whole) {
+    if (segment.alone) {
       walk.clear();
       for (int64_t k = 0; k < kinds; ++k) walk.add_initial(segment.n, hk * problem.group + k, walk.states[k]);
       if (!p.causal) walk.walk(keys[s], hk, false, true, nullptr);
@@ -76,7 +74,7 @@ inline void backward(const LinearAttentionGradParams& p, const Parallel& paralle
   auto grad_keys = [&](int64_t s, int64_t hk, Arena& arena, const Flow<T>* flow) {
     const Segment& segment = keys[s];
     KeyGrad<T> walk(problem, p, arena);
-    if (whole) {
+    if (segment.alone) {
       walk.clear();
       for (int64_t k = 0; k < kinds; ++k) walk.add_final(problem, p, segment.n, hk, k, walk.states[k]);
       A<T>* decays = arena.take<A<T>>(problem.group);

@@ -116,9 +116,6 @@ class Forward : public Walk<T, Forward<T>> {
     sums_ = arena.take<V<T>>(problem.chunk);
     den_ = arena.take<A<T>>(problem.chunk);
   }
-  void add_initial(int64_t n, int64_t h, State<T>& state) const {
-    if (p_.initial_z.data) add_state(p_, p_.initial_kv, p_.initial_z, n, h, false, state);
-  }
   void finish(int64_t n, int64_t hk) const {
     if (!p_.final_z.data) return;
     for (int64_t g = 0; g < problem_.group; ++g)
@@ -158,14 +155,16 @@ class Forward : public Walk<T, Forward<T>> {
   // den = sum of weights + phi(q).z
   void denominators(int64_t b, int64_t h, int64_t begin, int64_t count, const State<T>& state, bool ordered) {
     for (int64_t first = 0; first < count; first += N<T>) {
-      V<T> rows[N<T>];
-      for (int i = 0; i < N<T>; ++i) {
-        V<T> sum{};
-        if (!state.zero)
-          for (int64_t c = 0; c < problem_.d; c += N<T>)
-            sum += load(at<T>(query_.natural, query_.rows, first + i, c)) * load(state.z + c);
-        if (ordered && decay_.on) sum = scaled<A<T>>(sum, decay_.into[first + i]);
-        rows[i] = ordered ? sum + sums_[first + i] : sum;
+      V<T> rows[N<T>] = {};
+      if (!state.zero)
+        for_row<T>(query_.rows, first, problem_.d, [&](int64_t c, int64_t x) {
+          const V<T> z = load(state.z + c);
+#pragma GCC unroll 16
+          for (int i = 0; i < N<T>; ++i) rows[i] += load(query_.natural + x + i * kPanel<T>) * z;
+        });
+      for (int i = 0; i < N<T> && ordered; ++i) {
+        if (decay_.on) rows[i] = scaled<A<T>>(rows[i], decay_.into[first + i]);
+        rows[i] += sums_[first + i];
       }
       store(den_ + first, reduce_rows<A<T>>(rows));
     }
@@ -174,13 +173,12 @@ class Forward : public Walk<T, Forward<T>> {
   }
   void write_rows(int64_t b, int64_t h, int64_t begin, int64_t count) {
     for (int64_t r = 0; r < count; ++r) {
-      const A<T> factor = p_.normalize ? row_factor(p_, den_[r]) : A<T>(p_.scale);
+      const V<T> factor = broadcast(p_.normalize ? row_factor(p_, den_[r]) : A<T>(p_.scale));
       const bool empty = p_.normalize && is_empty(p_, den_[r]);
       T* out = static_cast<T*>(p_.out.data) + offset(p_.out, b, h, begin + r);
-      for (int64_t c = 0; c < p_.Dv; c += N<T>) {
-        const V<T> x = load(at<T>(result_, problem_.chunk, r, c)) * factor;
-        store_row<A<T>>(out + c, 1, p_.Dv - c, empty ? V<T>{} : x);
-      }
+      for_row<T>(problem_.chunk, r, p_.Dv, [&](int64_t c, int64_t x) {
+        store_row<A<T>>(out + c, 1, p_.Dv - c, empty ? V<T>{} : load(result_ + x) * factor);
+      });
     }
   }
 
@@ -204,42 +202,38 @@ template <class T>
 inline void forward(const LinearAttentionParams& p, const Parallel& parallel) {
   if (p.H == 0 || p.N == 0) return;
   const Problem<T> problem(p);
-  const std::vector<Segment> keys = problem.segments(p.S, parallel.threads);
-  const std::vector<Segment> queries = p.causal ? keys : problem.segments(p.L, parallel.threads);
-  const int64_t heads = p.Hkv, tasks = int64_t(keys.size()) * heads;
-  if (int64_t(keys.size()) == p.N && int64_t(queries.size()) == p.N) {
-    for_each_item<T>(parallel, tasks, [&](int64_t task, Arena& arena) {
-      const int64_t s = task / heads, hk = task % heads;
-      Forward<T> walk(problem, arena);
-      walk.clear();
-      for (int64_t k = 0; k < walk.kinds; ++k)
-        walk.add_initial(keys[s].n, hk * problem.group + k, walk.states[k]);
-      walk.walk(keys[s], hk, p.causal, p.final_z.data || !p.causal, nullptr);
-      if (!p.causal) walk.look_up(queries[s], hk);
-      walk.finish(keys[s].n, hk);
-    });
-    return;
-  }
-  const int64_t kinds = problem.kinds();
+  const Segments segments = problem.segments(parallel.threads);
+  const std::vector<Segment>&keys = segments.keys, &queries = segments.queries;
+  const int64_t heads = p.Hkv, kinds = problem.kinds();
+  // States between segments, where there are any.
   const SegmentStates<T> states(keys, heads, kinds, problem.d, problem.dv, problem.d);
-  for_each_item<T>(parallel, tasks, [&](int64_t task, Arena& arena) {
-    const int64_t s = task / heads, hk = task % heads;
-    if (p.causal && keys[s].last) return;
-    Forward<T> walk(problem, arena);
-    A<T>* decays = arena.take<A<T>>(kinds);
-    walk.clear();
-    walk.walk(keys[s], hk, false, true, decays);
-    for (int64_t k = 0; k < kinds; ++k) states.put(s, hk, k, walk.states[k], decays[k]);
-  });
-  states.carry(parallel, p.causal, false, [&](int64_t n, int64_t hk, int64_t kind, State<T>& state) {
+  auto add_initial = [&](int64_t n, int64_t hk, int64_t kind, State<T>& state) {
     if (p.initial_z.data) add_state(p, p.initial_kv, p.initial_z, n, hk * problem.group + kind, false, state);
-  });
+  };
+  if (!states.empty()) {
+    for_each_item<T>(parallel, int64_t(keys.size()) * heads, [&](int64_t task, Arena& arena) {
+      const int64_t s = task / heads, hk = task % heads;
+      if (keys[s].alone || (p.causal && keys[s].last)) return;
+      Forward<T> walk(problem, arena);
+      A<T>* decays = arena.take<A<T>>(kinds);
+      walk.clear();
+      walk.walk(keys[s], hk, false, true, decays);
+      for (int64_t k = 0; k < kinds; ++k) states.put(s, hk, k, walk.states[k], decays[k]);
+    });
+    states.carry(parallel, p.causal, false, add_initial);
+  }
   for_each_item<T>(parallel, int64_t(queries.size()) * heads, [&](int64_t task, Arena& arena) {
     const int64_t s = task / heads, hk = task % heads;
     const Segment& segment = queries[s];
     Forward<T> walk(problem, arena);
-    for (int64_t k = 0; k < kinds; ++k)
-      states.get(p.causal ? s : states.first_of(segment.n), hk, k, walk.states[k]);
+    if (segment.alone) {
+      walk.clear();
+      for (int64_t k = 0; k < kinds; ++k) add_initial(segment.n, hk, k, walk.states[k]);
+      if (!p.causal) walk.walk(keys[s], hk, false, true, nullptr);
+    } else {
+      for (int64_t k = 0; k < kinds; ++k)
+        states.get(p.causal ? s : states.first_of(segment.n), hk, k, walk.states[k]);
+    }
     if (p.causal)
       walk.walk(segment, hk, true, segment.last && p.final_z.data, nullptr);
     else

@@ -29,10 +29,13 @@ class OutputGrad {
       factor[r] = is_empty(p_, den) ? A<T>(0) : row_factor(p_, den);
       if (is_empty(p_, den)) continue;
       const T* out = static_cast<const T*>(p_.out.data) + offset(p_.out, s.b, h, begin + r);
+      const T* grad = grads.data + r * grads.row;
+      const int64_t whole = grads.column == 1 ? round_down(p_.Dv, N<T>) : 0;
       V<T> sum{};
-      for (int64_t c = 0; c < p_.Dv; c += N<T>)
+      for (int64_t c = 0; c < whole; c += N<T>) sum += load_wide(out + c) * load_wide(grad + c);
+      for (int64_t c = whole; c < p_.Dv; c += N<T>)
         sum += load_row<A<T>>(out + c, 1, p_.Dv - c) *
-               load_row<A<T>>(grads.data + r * grads.row + c * grads.column, grads.column, p_.Dv - c);
+               load_row<A<T>>(grad + c * grads.column, grads.column, p_.Dv - c);
       dden[r] = -reduce_add<A<T>>(sum) * factor[r];
     }
     grads.factor = factor;
@@ -56,17 +59,17 @@ inline void write_grad(const View& grad, const View& input, const A<T>* result, 
     T* to = static_cast<T*>(grad.data) + offset(grad, b, h, begin + r);
     const T* x = static_cast<const T*>(input.data) + offset(input, b, h, begin + r);
     const bool zero = !shown.is_shown(r);
-    for (int64_t c = 0; c < columns; c += N<T>) {
+    for_row<T>(room, r, columns, [&](int64_t c, int64_t at_result) {
       V<T> g{};
       if (!zero) {
-        g = load(at<T>(const_cast<A<T>*>(result), room, r, c));
+        g = load(result + at_result);
         if (kMap != FeatureMap::identity && features && !kPairs<T>)
-          g *= slope_of_feature<T, kMap>(load(at<T>(features->natural, features->rows, r, c)));
+          g *= slope_of_feature<T, kMap>(load(features->natural + at_result));
         else if (kMap != FeatureMap::identity)
           g *= feature_slope<T, kMap>(load_row<A<T>>(x + c * input.stride[3], input.stride[3], columns - c));
       }
       store_row<A<T>>(to + c * grad.stride[3], grad.stride[3], columns - c, g);
-    }
+    });
   }
 }
 
@@ -76,11 +79,9 @@ inline void add_outer(A<T>* m, int64_t room, int64_t rows, int64_t columns, cons
                       const A<T>* weight, const A<T>* vector) {
   for (int64_t r = 0; r < rows; ++r) {
     if (scale && scale[r] == A<T>(0)) continue;
-    const A<T> factor = (scale ? scale[r] : A<T>(1)) * (weight ? weight[r] : A<T>(1));
-    for (int64_t c = 0; c < columns; c += N<T>) {
-      A<T>* p = at<T>(m, room, r, c);
-      store(p, load(p) + factor * load(vector + c));
-    }
+    const V<T> factor = broadcast((scale ? scale[r] : A<T>(1)) * (weight ? weight[r] : A<T>(1)));
+    for_row<T>(room, r, columns,
+               [&](int64_t c, int64_t x) { store(m + x, load(m + x) + factor * load(vector + c)); });
   }
 }
 
@@ -88,7 +89,7 @@ inline void add_outer(A<T>* m, int64_t room, int64_t rows, int64_t columns, cons
 template <class T>
 inline A<T> dot_rows(A<T>* a, A<T>* b, int64_t room, int64_t r, int64_t columns) {
   V<T> sum{};
-  for (int64_t c = 0; c < columns; c += N<T>) sum += load(at<T>(a, room, r, c)) * load(at<T>(b, room, r, c));
+  for_row<T>(room, r, columns, [&](int64_t, int64_t x) { sum += load(a + x) * load(b + x); });
   return reduce_add<A<T>>(sum);
 }
 

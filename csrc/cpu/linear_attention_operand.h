@@ -13,10 +13,17 @@ FASTATTN_INLINE V<T> map_exp(V<T> x) {
   else
     return exp(x);
 }
+template <class T>
+FASTATTN_INLINE V<T> map_exp_nonpositive(V<T> x) {
+  if constexpr (kPairs<T>)
+    return map_exp<T>(x);
+  else
+    return exp_nonpositive(x);
+}
 template <class T, FeatureMap kMap>
 FASTATTN_INLINE V<T> feature(V<T> x) {
   if constexpr (kMap == FeatureMap::elu)
-    return x > A<T>(0) ? x + A<T>(1) : map_exp<T>(x);
+    return x > A<T>(0) ? x + A<T>(1) : map_exp_nonpositive<T>(x);
   else if constexpr (kMap == FeatureMap::relu)
     return maximum(V<T>{}, x);
   else if constexpr (kMap == FeatureMap::exp)
@@ -28,7 +35,7 @@ template <class T, FeatureMap kMap>
 FASTATTN_INLINE V<T> feature_slope(V<T> x) {
   const V<T> one = broadcast(A<T>(1));
   if constexpr (kMap == FeatureMap::elu)
-    return x > A<T>(0) ? one : map_exp<T>(x);
+    return x > A<T>(0) ? one : map_exp_nonpositive<T>(x);
   else if constexpr (kMap == FeatureMap::relu)
     return x > A<T>(0) ? one : V<T>{};
   else if constexpr (kMap == FeatureMap::exp)
@@ -79,6 +86,17 @@ FASTATTN_INLINE A<T>* at(A<T>* matrix, int64_t capacity, int64_t r, int64_t c) {
   return matrix + (c / kPanel<T> * capacity + r) * kPanel<T> + c % kPanel<T>;
 }
 
+// f(c, x) for every vector of row r: its columns from c on lie at matrix + x.
+template <class T, class F>
+FASTATTN_INLINE void for_row(int64_t capacity, int64_t r, int64_t columns, F&& f) {
+  static_assert(kPanel<T> == 2 * N<T>);
+  int64_t x = r * kPanel<T>;
+  for (int64_t c = 0; c < columns; c += kPanel<T>, x += capacity * kPanel<T>) {
+    f(c, x);
+    if (c + N<T> < columns) f(c + N<T>, x + N<T>);
+  }
+}
+
 enum Forms { kLeft = 1, kRight = 2, kRightT = 4, kLeftT = 8 };
 
 // A matrix [rows, columns] of tokens, or a state. `natural` holds it in A; the other members are operands, of
@@ -118,29 +136,35 @@ inline Matrix<T> take_matrix(Arena& arena, int64_t rows, int64_t columns, int fo
 template <class T, FeatureMap kMap>
 inline int64_t fill(const Rows<T>& rows, Matrix<T>& m) {
   const int64_t count = round_up(rows.count, kUnit<T>);
+  const int64_t whole = rows.column == 1 ? round_down(rows.columns, N<T>) : 0;  // columns in plain vectors
   for (int64_t r = 0; r < count; ++r) {
     if (!rows.is_shown(r)) {
-      for (int64_t c = 0; c < m.columns; c += N<T>) store(at<T>(m.natural, m.rows, r, c), V<T>{});
+      for_row<T>(m.rows, r, m.columns, [&](int64_t, int64_t x) { store(m.natural + x, V<T>{}); });
       continue;
     }
     const T* row = rows.data + r * rows.row;
-    for (int64_t c = 0; c < m.columns; c += N<T>) {
-      V<T> x = load_row<A<T>>(row + c * rows.column, rows.column, rows.columns - c);
+    const V<T> factor = broadcast(rows.factor ? rows.factor[r] : A<T>(1));
+    for_row<T>(m.rows, r, m.columns, [&](int64_t c, int64_t x) {
+      const int64_t left = rows.columns - c;
+      V<T> y = c < whole ? load_wide(row + c) : load_row<A<T>>(row + c * rows.column, rows.column, left);
       if constexpr (kMap == FeatureMap::identity) {
-        if (rows.factor) x *= rows.factor[r];
+        y *= factor;
       } else {
-        x = feature<T, kMap>(x);
-        if (rows.columns - c < N<T>) x = lane_index<T>() < Int<A<T>>(max(rows.columns - c, 0)) ? x : V<T>{};
+        y = feature<T, kMap>(y);
+        if (left < N<T>) y = lane_index<T>() < Int<A<T>>(max(left, 0)) ? y : V<T>{};
       }
-      store(at<T>(m.natural, m.rows, r, c), operand_precision<T>(x));
-    }
+      store(m.natural + x, operand_precision<T>(y));
+    });
   }
   return count;
 }
 
 #if defined(__AMX_BF16__)
-// What rounding to bf16 has left of x.
-FASTATTN_INLINE Vec<float> low_part(Vec<float> x) { return x - operand_precision<bf16>(x); }
+// What rounding to bf16 has left of x: nothing of an infinity.
+FASTATTN_INLINE Vec<float> low_part(Vec<float> x) {
+  const Vec<float> low = x - operand_precision<bf16>(x);
+  return low == low ? low : Vec<float>{};
+}
 
 // Two consecutive vectors of a row as bf16.
 FASTATTN_INLINE Vec<uint32_t> pack_row(Vec<float> a, Vec<float> b) {

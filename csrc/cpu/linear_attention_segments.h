@@ -1,5 +1,7 @@
 // States in the tensors of a call and between the segments of a sequence.
 #pragma once
+#include <algorithm>
+
 #include "linear_attention_chunk.h"
 
 namespace fastattn::FASTATTN_ISA {
@@ -36,7 +38,8 @@ inline void write_state(const LinearAttentionParams& p, const State<T>& state, c
 }
 
 // What every segment of every key/value head adds to its states, of which a head has `kinds`; then the state
-// that a segment starts from, or where order does not matter the state of the whole sequence.
+// that a segment starts from, or where order does not matter the state of the whole sequence. Segments that
+// are alone need none: of many short sequences only those cut for the sake of the threads take memory.
 template <class T>
 class SegmentStates {
  public:
@@ -49,23 +52,17 @@ class SegmentStates {
         columns_(columns),
         z_columns_(z_columns),
         size_(rows * round_up(columns, kPanel<T>) + z_columns),
-        data_(int64_t(segments.size()) * heads * kinds * (size_ + 1)) {}
+        slots_(numbered(segments)),
+        data_(slots_.back() * heads * kinds * (size_ + 1)) {}
 
   void put(int64_t segment, int64_t head, int64_t kind, const State<T>& state, A<T> decay) const {
     A<T>* to = at(segment, head, kind);
     std::memcpy(to, state.kv.natural, size_t(size_) * sizeof(A<T>));
     to[size_] = decay;
   }
-  int64_t first_of(int64_t n) const {
-    int64_t s = 0;
-    while (segments_[s].n != n) ++s;
-    return s;
-  }
-  int64_t last_of(int64_t n) const {
-    int64_t s = int64_t(segments_.size()) - 1;
-    while (segments_[s].n != n) --s;
-    return s;
-  }
+  bool empty() const { return slots_.back() == 0; }
+  int64_t first_of(int64_t n) const { return bound(n); }
+  int64_t last_of(int64_t n) const { return bound(n + 1) - 1; }
   void get(int64_t segment, int64_t head, int64_t kind, State<T>& state) const {
     std::memcpy(state.kv.natural, at(segment, head, kind), size_t(size_) * sizeof(A<T>));
     state.zero = false;
@@ -84,6 +81,7 @@ class SegmentStates {
       int64_t first = 0;
       for (int64_t i = 0; i < count; ++i) {
         const int64_t s = reverse ? count - 1 - i : i;
+        if (segments_[s].alone) continue;
         const bool begins = reverse ? segments_[s].last : segments_[s].first;
         const bool ends = reverse ? segments_[s].first : segments_[s].last;
         if (begins) {
@@ -105,10 +103,22 @@ class SegmentStates {
 
  private:
   A<T>* at(int64_t segment, int64_t head, int64_t kind) const {
-    return data_.data() + ((segment * heads_ + head) * kinds_ + kind) * (size_ + 1);
+    return data_.data() + ((slots_[segment] * heads_ + head) * kinds_ + kind) * (size_ + 1);
+  }
+  // How many segments before each one, and in all, have a state.
+  static std::vector<int64_t> numbered(const std::vector<Segment>& segments) {
+    std::vector<int64_t> slots{0};
+    for (const Segment& s : segments) slots.push_back(slots.back() + !s.alone);
+    return slots;
+  }
+  // The first segment of sequence n or behind it: segments lie in the order of their sequences.
+  int64_t bound(int64_t n) const {
+    auto before = [](const Segment& s, int64_t sequence) { return s.n < sequence; };
+    return std::lower_bound(segments_.begin(), segments_.end(), n, before) - segments_.begin();
   }
   const std::vector<Segment>& segments_;
   int64_t heads_, kinds_, rows_, columns_, z_columns_, size_;
+  std::vector<int64_t> slots_;
   Buffer<A<T>> data_;
 };
 

@@ -189,8 +189,8 @@ FASTATTN_INLINE Vec<double> exp2(Vec<double> x) {
 
 // e^x for any x: below the smallest normal number exactly 0 (see exp2), inf above the largest; NaN stays NaN.
 // n ln(2) is subtracted in two parts, the first exact: no rounding of x log2(e) enters the result.
-FASTATTN_INLINE Vec<float> exp(Vec<float> x) {
-  constexpr float kSmallest = -87.33654f, kLargest = 89.f;
+constexpr float kSmallestExp = -87.33654f;
+FASTATTN_INLINE Vec<float> exp_remainder(Vec<float> x, Vec<float> n) {
   constexpr float kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;
   constexpr double kCoefficients[] = {0.00015345808218565288, 0.001339993193959634, 0.009618488977721641,
                                       0.05550328775211117,    0.24022646890382265,  0.6931472057380539};
@@ -199,28 +199,43 @@ FASTATTN_INLINE Vec<float> exp(Vec<float> x) {
     for (int k = 6 - i; k > 0; --k) c *= kLog2e;
     return float(c);
   };
-  x = x > kLargest ? broadcast(kLargest) : x;
-#if defined(__AVX512F__)
-  const Vec<float> n =
-      (Vec<float>)_mm512_roundscale_ps((__m512)(x * float(kLog2e)), _MM_FROUND_TO_NEAREST_INT);
-#else
-  constexpr float kMagic = 12582912.f;  // 1.5 * 2^23
-  const Vec<float> t = maximum(Vec<float>{} - 200.f, x * float(kLog2e)) + kMagic, n = t - kMagic;
-#endif
   const Vec<float> r = x - n * kLn2High - n * kLn2Low;
   Vec<float> p = coefficient(0) * r + coefficient(1);
 #pragma GCC unroll 4
   for (int i = 2; i < 6; ++i) p = p * r + coefficient(i);
-  p = p * r + 1.f;
+  return p * r + 1.f;
+}
+FASTATTN_INLINE Vec<float> exp(Vec<float> x) {
+  constexpr float kLargest = 89.f;
+  x = x > kLargest ? broadcast(kLargest) : x;
 #if defined(__AVX512F__)
-  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(kSmallest), _CMP_NLT_UQ);
+  const Vec<float> n =
+      (Vec<float>)_mm512_roundscale_ps((__m512)(x * float(kLog2e)), _MM_FROUND_TO_NEAREST_INT);
+  const Vec<float> p = exp_remainder(x, n);
+  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(kSmallestExp), _CMP_NLT_UQ);
   return (Vec<float>)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)n);
 #else
+  constexpr float kMagic = 12582912.f;  // 1.5 * 2^23
+  const Vec<float> t = maximum(Vec<float>{} - 200.f, x * float(kLog2e)) + kMagic;
+  const Vec<float> p = exp_remainder(x, t - kMagic);
   // In two steps: 2^128 has no float of its own.
   const Vec<int32_t> exponent = bit_cast<Vec<int32_t>>(t) - bit_cast<int32_t>(kMagic), half = exponent >> 1;
   Vec<float> y = p * bit_cast<Vec<float>>((half + 127) << 23);
   y *= bit_cast<Vec<float>>((exponent - half + 127) << 23);
-  y = x < kSmallest ? Vec<float>{} : y;
+  y = x < kSmallestExp ? Vec<float>{} : y;
+  return x == x ? y : x;
+#endif
+}
+// The same for x <= 0, with fewer steps; other x give anything.
+FASTATTN_INLINE Vec<float> exp_nonpositive(Vec<float> x) {
+#if defined(__AVX512F__)
+  return exp(x);
+#else
+  constexpr float kMagic = 12582912.f;
+  const Vec<float> t = x * float(kLog2e) + kMagic;
+  const Vec<float> p = exp_remainder(x, t - kMagic);
+  Vec<float> y = bit_cast<Vec<float>>(bit_cast<Vec<int32_t>>(p) + (bit_cast<Vec<int32_t>>(t) << 23));
+  y = x < kSmallestExp ? Vec<float>{} : y;
   return x == x ? y : x;
 #endif
 }
@@ -237,6 +252,7 @@ FASTATTN_INLINE Vec<double> exp(Vec<double> x) {
   y = x < kSmallest ? Vec<double>{} : y;
   return x == x ? y : x;
 }
+FASTATTN_INLINE Vec<double> exp_nonpositive(Vec<double> x) { return exp(x); }
 
 // log2 of a positive normal number; inf and NaN stay. With f in [1/sqrt(2), sqrt(2)) and s = (f - 1) / (f +
 // 1), log2(f) = 2 / ln(2) * (s + s^3 / 3 + s^5 / 5 + ...), where s^2 < 0.03.
