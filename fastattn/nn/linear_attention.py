@@ -228,7 +228,9 @@ class LinearMultiheadAttention(MultiheadAttention):
     ) -> LinearAttentionState:
         """The state of ``batch_size`` sequences that have seen nothing; zero, float32 (float64 for float64).
 
-        ``device`` and ``dtype`` are those of the projected inputs, the module's if not given.
+        ``device`` and ``dtype`` are those of the projected inputs, the module's if not given. A feature map
+        that is a function is called on zeros, without gradients: how many features it makes is not known
+        otherwise.
         """
         like = self.out_proj.weight
         dtype = like.dtype if dtype is None else dtype
@@ -268,7 +270,12 @@ class LinearMultiheadAttention(MultiheadAttention):
                 f"x must be (batch, {self.embed_dim}) or ({self.embed_dim},), got {tuple(x.shape)}"
             )
         token = x if x.dim() == 2 else x.unsqueeze(0)
-        q, k, v = self._project(token, token, token)
+        if self.num_kv_heads == self.num_heads:
+            # What _project does for inputs of any rank, without the Python of Tensor.unflatten.
+            projected = F.linear(token, self.in_proj_weight, self.in_proj_bias)
+            q, k, v = projected.view(token.shape[0], 3, self.num_heads, self.head_dim).unbind(1)
+        else:
+            q, k, v = self._project(token, token, token)
         if state is None:
             state = self.initial_state(token.shape[0], device=q.device, dtype=q.dtype)
         out, state = linear_attention_step(
