@@ -8,11 +8,16 @@
 #include <algorithm>
 
 #include "aggregation.h"
-#include "graph_types.h"
+#include "dtype.h"
 #include "memory.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
+
+template <class T>
+using A = typename AccumulatorOf<T>::type;
+template <class T>
+constexpr int N = kLanes<A<T>>;
 
 template <class F>
 void with_index(bool wide, F&& f) {

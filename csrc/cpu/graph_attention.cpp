@@ -26,44 +26,17 @@ double operations(const GraphAttentionParams& p) {
          double(p.N_dst) * double(2 * p.H * p.C + 100);
 }
 
-template <template <class, GraphScore> class Run, class Params>
-void with_types(const Params& p, const Parallel& parallel) {
-  with_dtype(p.dtype, [&]<class T>(T) {
-    switch (p.score) {
-      case GraphScore::additive:
-        return Run<T, GraphScore::additive>::run(p, parallel);
-      case GraphScore::dot:
-        return Run<T, GraphScore::dot>::run(p, parallel);
-      case GraphScore::gatv2:
-        return Run<T, GraphScore::gatv2>::run(p, parallel);
-    }
-  });
-}
-template <class T, GraphScore kScore>
-struct Forward {
-  static void run(const GraphAttentionParams& p, const Parallel& parallel) {
-    forward<T, kScore>(p, parallel);
-  }
-};
-template <class T, GraphScore kScore>
-struct Backward {
-  static void run(const GraphAttentionGradParams& p, const Parallel& parallel) {
-    backward<T, kScore>(p, parallel);
-  }
-};
-
 void forward_of_type(const GraphAttentionParams& p, const Parallel& parallel) {
-  with_types<Forward>(p, parallel.worth(operations(p)));
+  const Parallel some = parallel.worth(operations(p));
+  p.dtype == DType::f64 ? forward<double>(p, some) : forward<float>(p, some);
 }
 void backward_of_type(const GraphAttentionGradParams& p, const Parallel& parallel) {
-  with_types<Backward>(p, parallel.worth(2.5 * operations(p)));
+  const Parallel some = parallel.worth(2.5 * operations(p));
+  p.dtype == DType::f64 ? backward<double>(p, some) : backward<float>(p, some);
 }
 void edge_softmax_backward_of_type(const EdgeSoftmaxGradParams& p, const Parallel& parallel) {
   const Parallel some = parallel.worth(double(p.by_target.edges) * double(40 * p.H + 50));
-  if (p.dtype == DType::f64)
-    edge_softmax_backward<double>(p, some);
-  else
-    edge_softmax_backward<float>(p, some);
+  p.dtype == DType::f64 ? edge_softmax_backward<double>(p, some) : edge_softmax_backward<float>(p, some);
 }
 
 }  // namespace

@@ -3,16 +3,20 @@
 // that every vector holds the same heads in the same lanes and per-head values are vectors, too.
 #pragma once
 #include "graph_attention.h"
-#include "graph_types.h"
 #include "memory.h"
+#include "simd.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
+// The alphabet of these kernels. T, float or double, is what scores and sums are formed in; features of
+// whichever dtype become it as they are read, and that is all that is compiled once per dtype.
 template <class T>
-using V = Vec<A<T>>;
+using V = Vec<T>;
 template <class T>
-constexpr A<T> kInf = A<T>(__builtin_inf());
+constexpr int N = kLanes<T>;
+template <class T>
+constexpr T kInf = T(__builtin_inf());
 
 constexpr int64_t kBlock = 64;  // edges: their rows of 128 fp32 channels fill half of a small L1 cache
 
@@ -26,6 +30,19 @@ FASTATTN_INLINE int64_t other_end(const GraphView& graph, int64_t at) {
 }
 FASTATTN_INLINE int64_t edge_number(const GraphView& graph, int64_t at) {
   return graph.perm ? index_at(graph.perm, graph.wide, at) : at;
+}
+// Either of them for the edges of a block, as rows of a table.
+struct TableRows {
+  const void* indices;  // null: the positions themselves
+  bool wide;
+  int64_t begin;
+  FASTATTN_INLINE int64_t operator[](int64_t e) const {
+    return indices ? index_at(indices, wide, begin + e) : begin + e;
+  }
+};
+inline TableRows other_ends(const GraphView& graph, int64_t begin) { return {graph.col, graph.wide, begin}; }
+inline TableRows edge_numbers(const GraphView& graph, int64_t begin) {
+  return {graph.perm, graph.wide, begin};
 }
 
 template <class V, int... I>
@@ -50,7 +67,7 @@ struct HeadLanes {
   int64_t groups;      // vectors that hold all heads once
   int64_t size;        // elements of them
   int64_t per_vector;  // edges in a vector
-  Vec<Int<A<T>>> edge_of_lane, lane;
+  Vec<Int<T>> edge_of_lane, lane;
 
   explicit HeadLanes(int64_t heads) : H(heads) {
     padded = 1;
@@ -61,17 +78,17 @@ struct HeadLanes {
     per_vector = max(N<T> / padded, 1);
     for (int i = 0; i < N<T>; ++i) {
       lane[i] = i;
-      edge_of_lane[i] = Int<A<T>>(i / padded);
+      edge_of_lane[i] = Int<T>(i / padded);
     }
   }
   int64_t vectors(int64_t edges) const { return round_up(edges * padded, N<T>) / N<T>; }
   // Elements of a buffer with a value per head for each edge of a block.
   int64_t block_size() const { return round_up(kBlock * padded, N<T>); }
   // Lanes of vector i that belong to one of `edges` edges and to a head.
-  FASTATTN_INLINE Vec<Int<A<T>>> real(int64_t i, int64_t edges) const {
-    if (groups > 1) return lane + Int<A<T>>(i % groups * N<T>) < Int<A<T>>(H) + decltype(lane){};
-    const auto head = lane & Int<A<T>>(padded - 1);
-    return (head < Int<A<T>>(H)) & (edge_of_lane < Int<A<T>>(min(edges - i * per_vector, N<T>)));
+  FASTATTN_INLINE Vec<Int<T>> real(int64_t i, int64_t edges) const {
+    if (groups > 1) return lane + Int<T>(i % groups * N<T>) < Int<T>(H) + decltype(lane){};
+    const auto head = lane & Int<T>(padded - 1);
+    return (head < Int<T>(H)) & (edge_of_lane < Int<T>(min(edges - i * per_vector, N<T>)));
   }
   bool all_real(int64_t i, int64_t edges) const { return H == padded && (i + 1) * N<T> <= edges * padded; }
 
@@ -92,22 +109,21 @@ struct HeadLanes {
   }
 
   // The H values of one node, repeated over the lanes: `size` elements.
-  FASTATTN_INLINE void spread(const A<T>* values, A<T>* to) const {
-    for (int64_t h = 0; h < padded; ++h) to[h] = h < H ? values[h] : A<T>(0);
+  FASTATTN_INLINE void spread(const T* values, T* to) const {
+    for (int64_t h = 0; h < padded; ++h) to[h] = h < H ? values[h] : T(0);
     for (int64_t at = padded; at < size; ++at) to[at] = to[at - padded];
   }
 
-  // to[e] = the H values of row rows(e) of a table, for `edges` edges. Padding lanes are left alone.
-  template <class Rows>
-  FASTATTN_INLINE void gather(const A<T>* table, int64_t stride, int64_t edges, Rows&& rows, A<T>* to) const {
+  // to[e] = the H values of row rows[e] of a table, for `edges` edges. Padding lanes are left alone.
+  __attribute__((noinline)) void gather(const T* table, int64_t stride, int64_t edges, TableRows rows,
+                                        T* to) const {
     with_heads([&](auto heads) {
-      for (int64_t e = 0; e < edges; ++e) copy<heads()>(table + rows(e) * stride, to + e * padded);
+      for (int64_t e = 0; e < edges; ++e) copy<heads()>(table + rows[e] * stride, to + e * padded);
     });
   }
-  template <class Rows>
-  FASTATTN_INLINE void scatter(const A<T>* from, int64_t edges, Rows&& rows, A<T>* table) const {
+  __attribute__((noinline)) void scatter(const T* from, int64_t edges, TableRows rows, T* table) const {
     with_heads([&](auto heads) {
-      for (int64_t e = 0; e < edges; ++e) copy<heads()>(from + e * padded, table + rows(e) * H);
+      for (int64_t e = 0; e < edges; ++e) copy<heads()>(from + e * padded, table + rows[e] * H);
     });
   }
 
@@ -129,9 +145,9 @@ struct HeadLanes {
     }
   }
   template <int kHeads>
-  FASTATTN_INLINE void copy(const A<T>* from, A<T>* to) const {
+  FASTATTN_INLINE void copy(const T* from, T* to) const {
     if constexpr (kHeads > 0)
-      __builtin_memcpy(to, from, kHeads * sizeof(A<T>));
+      __builtin_memcpy(to, from, kHeads * sizeof(T));
     else
       for (int64_t h = 0; h < H; ++h) to[h] = from[h];
   }
@@ -141,7 +157,7 @@ struct HeadLanes {
 // attention with edges as keys.
 template <class T>
 class EdgeDropout {
-  using Word = std::conditional_t<sizeof(A<T>) == 8, uint64_t, uint32_t>;
+  using Word = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
 
  public:
   EdgeDropout(const GraphAttentionParams& p, const HeadLanes<T>& lanes, Arena& arena) : p_(p.dropout_p) {
@@ -159,7 +175,7 @@ class EdgeDropout {
     }
     const double limit = p_ * 4294967296.0 + 0.5;
     threshold_ = limit >= 4294967295.0 ? Word(4294967295u) : Word(limit);
-    keep_scale_ = p_ < 1 ? A<T>(1 / (1 - p_)) : A<T>(0);
+    keep_scale_ = p_ < 1 ? T(1 / (1 - p_)) : T(0);
   }
   bool on() const { return p_ > 0; }
   void begin_block(const GraphView& graph, const HeadLanes<T>& lanes, int64_t begin, int64_t edges) {
@@ -185,7 +201,7 @@ class EdgeDropout {
  private:
   double p_;
   Word *key1_ = nullptr, *key2_ = nullptr, *numbers_ = nullptr, threshold_ = 0;
-  A<T> keep_scale_ = 1;
+  T keep_scale_ = 1;
 };
 
 }  // namespace

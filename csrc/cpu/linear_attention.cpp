@@ -18,25 +18,13 @@
 //   linear_attention_step.h        one token
 #include "linear_attention.h"
 
+#include "dtype.h"
 #include "linear_attention_backward.h"
 #include "linear_attention_step.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-template <class F>
-void with_dtype(DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::f32:
-      return f(float{});
-    case DType::f64:
-      return f(double{});
-    case DType::bf16:
-      return f(bf16{});
-    default:
-      return f(f16{});
-  }
-}
 double operations(const LinearAttentionParams& p) {
   const double tokens = double(p.B * p.H) * double(max(p.L, p.S));
   return tokens * (4.0 * double(p.D * p.Dv) + 64.0 * double(p.D + p.Dv));

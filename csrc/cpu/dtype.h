@@ -1,10 +1,12 @@
-// The dtypes of the graph kernels: T is that of features, A what sums are made in, N the lanes of a vector.
+// From a dtype at run time to a type.
 #pragma once
 #include "simd.h"
+#include "view.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
+// What elements of type T are summed in.
 template <class T>
 struct AccumulatorOf {
   using type = float;
@@ -13,11 +15,8 @@ template <>
 struct AccumulatorOf<double> {
   using type = double;
 };
-template <class T>
-using A = typename AccumulatorOf<T>::type;
-template <class T>
-constexpr int N = kLanes<A<T>>;
 
+// f(T{})
 template <class F>
 void with_dtype(DType dtype, F&& f) {
   switch (dtype) {
@@ -29,6 +28,22 @@ void with_dtype(DType dtype, F&& f) {
       return f(bf16{});
     default:
       return f(f16{});
+  }
+}
+// The same for the dtypes whose elements are summed in A.
+template <class A, class F>
+FASTATTN_INLINE void with_dtype_of(DType dtype, F&& f) {
+  if constexpr (kSame<A, double>) {
+    f(double{});
+  } else {
+    switch (dtype) {
+      case DType::f32:
+        return f(float{});
+      case DType::bf16:
+        return f(bf16{});
+      default:
+        return f(f16{});
+    }
   }
 }
 
