@@ -32,19 +32,6 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-template <class F>
-void with_dtype(DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::f32:
-      return f(float{});
-    case DType::f64:
-      return f(double{});
-    case DType::bf16:
-      return f(bf16{});
-    default:
-      return f(f16{});
-  }
-}
 // Of the forward, without what masks save.
 double operations(const AttentionParams& p) {
   double scores = double(p.B * p.L) * double(p.S);
@@ -56,13 +43,13 @@ double operations(const AttentionParams& p) {
 }
 
 void forward_of_dtype(const AttentionParams& p, const Parallel& parallel) {
-  with_dtype(p.query.dtype, [&]<class T>(T) { forward<T>(p, parallel.worth(operations(p))); });
+  with_products(p.query.dtype, [&]<class T>(T) { forward<T>(p, parallel.worth(operations(p))); });
 }
 void backward_of_dtype(const AttentionGradParams& p, const Parallel& parallel) {
-  with_dtype(p.query.dtype, [&]<class T>(T) { backward<T>(p, parallel.worth(2.5 * operations(p))); });
+  with_products(p.query.dtype, [&]<class T>(T) { backward<T>(p, parallel.worth(2.5 * operations(p))); });
 }
 void weights_of_dtype(const AttentionWeightsParams& p, const Parallel& parallel) {
-  with_dtype(p.query.dtype, [&]<class T>(T) { weights<T>(p, parallel.worth(operations(p))); });
+  with_products(p.query.dtype, [&]<class T>(T) { weights<T>(p, parallel.worth(operations(p))); });
 }
 
 }  // namespace

@@ -7,10 +7,10 @@ namespace fastattn::FASTATTN_ISA {
 namespace {
 
 // Rows of grad_query (times scale) out of a tile's grad_query^T.
-template <class T>
-inline void put_grad_query(const Problem<T>& problem, const View& view, const Tile<T>& tile,
-                           const A<T>* grad_t) {
-  T* data = static_cast<T*>(view.data);
+template <class S, class T>
+inline void put_grad_query_of(const Problem<T>& problem, const View& view, const Tile<T>& tile,
+                              const A<T>* grad_t) {
+  S* data = static_cast<S*>(view.data);
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v)
     for (int64_t d = 0; d < problem.p.D; d += N<T>) {
@@ -22,20 +22,26 @@ inline void put_grad_query(const Problem<T>& problem, const View& view, const Ti
       for (int i = 0; i < N<T>; ++i) {
         int r = v * N<T> + i;
         if (r >= tile.count) break;
-        T* row = data + offset(view, tile.b, tile.head[r], tile.row[r], d);
+        S* row = data + offset(view, tile.b, tile.head[r], tile.row[r], d);
         store_row<A<T>>(row, view.stride[3], problem.p.D - d, tile.seen[r] ? block[i] : V<T>{});
       }
     }
 }
+template <class T>
+inline void put_grad_query(const Problem<T>& problem, const View& view, const Tile<T>& tile,
+                           const A<T>* grad_t) {
+  with_dtype_beside<T>(view.dtype, [&]<class S>(S) { put_grad_query_of<S>(problem, view, tile, grad_t); });
+}
 // Rows [begin, end) of grad_key or grad_value. A key that no query sees has zero gradient even where a NaN of
 // some query met its zero weight.
-template <class T>
-inline void put_grad_keys(const Problem<T>& problem, const View& view, int64_t columns, int64_t b, int64_t hk,
-                          int64_t begin, int64_t end, const A<T>* grad, int64_t padded, A<T> scale) {
-  T* data = static_cast<T*>(view.data);
+template <class S, class T>
+inline void put_grad_keys_of(const Problem<T>& problem, const View& view, int64_t columns, int64_t b,
+                             int64_t hk, int64_t begin, int64_t end, const A<T>* grad, int64_t padded,
+                             A<T> scale) {
+  S* data = static_cast<S*>(view.data);
   for (int64_t j = begin; j < end; ++j) {
     const A<T>* from = grad + (j - begin) * padded;
-    T* to = data + offset(view, b, hk, j);
+    S* to = data + offset(view, b, hk, j);
     V<T> finite{};
     for (int64_t d = 0; d < columns; d += N<T>) finite += load(from + d) * A<T>(0);
     const bool hide = reduce_add<A<T>>(finite) != 0 && !problem.key_is_seen(b, hk, j);
@@ -43,6 +49,13 @@ inline void put_grad_keys(const Problem<T>& problem, const View& view, int64_t c
       store_row<A<T>>(to + d * view.stride[3], view.stride[3], columns - d,
                       hide ? V<T>{} : load(from + d) * scale);
   }
+}
+template <class T>
+inline void put_grad_keys(const Problem<T>& problem, const View& view, int64_t columns, int64_t b, int64_t hk,
+                          int64_t begin, int64_t end, const A<T>* grad, int64_t padded, A<T> scale) {
+  with_dtype_beside<T>(view.dtype, [&]<class S>(S) {
+    put_grad_keys_of<S>(problem, view, columns, b, hk, begin, end, grad, padded, scale);
+  });
 }
 
 // How backward is cut into tasks: each takes one chunk of the keys of one key/value head, all its tiles.

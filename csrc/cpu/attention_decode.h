@@ -43,27 +43,36 @@ inline void take_decode(const Problem<T>& problem, int64_t b, int64_t hk, Arena&
   decode.value = arena.take<A<T>>(kBlock * decode.columns_v);
   const View& view = problem.p.query;
   for (int r = 0; r < decode.tile.count; ++r) {
-    const T* row =
-        static_cast<const T*>(view.data) + offset(view, b, decode.tile.head[r], decode.tile.row[r]);
-    for (int64_t d = 0; d < decode.columns; d += N<T>)
-      store(decode.query + r * decode.columns + d,
-            decode.tile.seen[r] ? load_row<A<T>>(row + d * view.stride[3], view.stride[3], problem.p.D - d)
-                                : V<T>{});
+    const int64_t at = offset(view, b, decode.tile.head[r], decode.tile.row[r]), stride = view.stride[3];
+    with_dtype_beside<T>(view.dtype, [&]<class S>(S) {
+      const S* row = static_cast<const S*>(view.data) + at;
+      for (int64_t d = 0; d < decode.columns; d += N<T>)
+        store(decode.query + r * decode.columns + d,
+              decode.tile.seen[r] ? load_row<A<T>>(row + d * stride, stride, problem.p.D - d) : V<T>{});
+    });
   }
 }
 
 // Calls f(rows, stride) with keys [begin, end) of one head as rows `padded` long, in place or converted.
-template <class F, class T>
-FASTATTN_INLINE void with_rows(const Problem<T>& problem, const View& view, int64_t columns, int64_t b,
-                               int64_t hk, int64_t begin, int64_t end, int64_t padded, A<T>* scratch, F&& f) {
-  const T* rows[kBlock];
-  const bool null = key_rows(problem, view, columns, b, hk, begin, end, rows);
+template <class S, class F, class T>
+FASTATTN_INLINE void with_rows_of(const Problem<T>& problem, const View& view, int64_t columns, int64_t b,
+                                  int64_t hk, int64_t begin, int64_t end, int64_t padded, A<T>* scratch,
+                                  F&& f) {
+  const S* rows[kBlock];
+  const bool null = key_rows<S>(problem, view, columns, b, hk, begin, end, rows);
   if (!null && view.stride[3] == 1 && columns == padded) return f(rows[0], view.stride[2]);
   for (int64_t j = 0; j < end - begin; ++j)
     for (int64_t d = 0; d < padded; d += N<T>)
       store(scratch + j * padded + d,
             rows[j] ? load_row<A<T>>(rows[j] + d * view.stride[3], view.stride[3], columns - d) : V<T>{});
   f(static_cast<const A<T>*>(scratch), padded);
+}
+template <class F, class T>
+FASTATTN_INLINE void with_rows(const Problem<T>& problem, const View& view, int64_t columns, int64_t b,
+                               int64_t hk, int64_t begin, int64_t end, int64_t padded, A<T>* scratch, F&& f) {
+  with_dtype_beside<T>(view.dtype, [&]<class S>(S) {
+    with_rows_of<S>(problem, view, columns, b, hk, begin, end, padded, scratch, f);
+  });
 }
 
 template <class M, class T>
@@ -85,7 +94,8 @@ FASTATTN_INLINE V<T> mask_row(const Problem<T>& problem, const Tile<T>& tile, in
     else if (p.mask.dtype == DType::f32)
       bias = to_log2<T>(mask_row_as<float>(p, tile, r, key, count));
     else
-      bias = to_log2<T>(mask_row_as<T>(p, tile, r, key, count));
+      with_dtype_beside<T>(p.mask.dtype,
+                           [&]<class S>(S) { bias = to_log2<T>(mask_row_as<S>(p, tile, r, key, count)); });
   }
   if (p.key_padding.data) {
     V<T> shown =
@@ -260,11 +270,13 @@ inline void finish_decode(const Problem<T>& problem, const Decode<T>& decode) {
   const AttentionParams& p = problem.p;
   for (int r = 0; r < decode.tile.count; ++r) {
     const A<T> inverse = decode.tile.seen[r] ? A<T>(1) / decode.sum[r] : A<T>(0);
-    T* out =
-        static_cast<T*>(p.out.data) + offset(p.out, decode.tile.b, decode.tile.head[r], decode.tile.row[r]);
-    for (int64_t d = 0; d < p.Dv; d += N<T>)
-      store_row<A<T>>(out + d, 1, p.Dv - d,
-                      decode.tile.seen[r] ? load(decode.out + r * decode.columns_v + d) * inverse : V<T>{});
+    const int64_t at = offset(p.out, decode.tile.b, decode.tile.head[r], decode.tile.row[r]);
+    with_dtype_beside<T>(p.out.dtype, [&]<class S>(S) {
+      S* out = static_cast<S*>(p.out.data) + at;
+      for (int64_t d = 0; d < p.Dv; d += N<T>)
+        store_row<A<T>>(out + d, 1, p.Dv - d,
+                        decode.tile.seen[r] ? load(decode.out + r * decode.columns_v + d) * inverse : V<T>{});
+    });
     static_cast<A<T>*>(p.lse.data)[offset(p.lse, decode.tile.b, decode.tile.head[r], decode.tile.row[r])] =
         natural_lse<T>(V<T>{} + decode.reference[r], V<T>{} + decode.sum[r])[0];
   }

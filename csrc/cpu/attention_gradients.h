@@ -64,13 +64,15 @@ inline void prepare(const Problem<T>& problem, const AttentionGradParams& p, con
     const int64_t h = tile.head[r], i = tile.row[r];
     if (r < tile.count) {
       if (tile.seen[r]) {
-        const T* out = static_cast<const T*>(p.out.data) + offset(p.out, tile.b, h, i);
-        const T* grad = static_cast<const T*>(p.grad_out.data) + offset(p.grad_out, tile.b, h, i);
-        V<T> sum{};
-        for (int64_t d = 0; d < p.Dv; d += N<T>)
-          sum += load_row<A<T>>(out + d, 1, p.Dv - d) *
-                 load_row<A<T>>(grad + d * p.grad_out.stride[3], p.grad_out.stride[3], p.Dv - d);
-        delta = reduce_add<A<T>>(sum);
+        with_dtype_beside<T>(p.out.dtype, [&]<class S>(S) {
+          const S* out = static_cast<const S*>(p.out.data) + offset(p.out, tile.b, h, i);
+          const S* grad = static_cast<const S*>(p.grad_out.data) + offset(p.grad_out, tile.b, h, i);
+          V<T> sum{};
+          for (int64_t d = 0; d < p.Dv; d += N<T>)
+            sum += load_row<A<T>>(out + d, 1, p.Dv - d) *
+                   load_row<A<T>>(grad + d * p.grad_out.stride[3], p.grad_out.stride[3], p.Dv - d);
+          delta = reduce_add<A<T>>(sum);
+        });
       }
       if (grad_lse) lse = grad_lse[offset(p.grad_lse, tile.b, h, i)];
     }
@@ -78,7 +80,7 @@ inline void prepare(const Problem<T>& problem, const AttentionGradParams& p, con
     g.delta[r / N<T>][r % N<T>] = delta - lse;
   }
   for (double& x : g.alibi) x = 0;
-  g.one_block = (!kSame<T, A<T>> || g.level.exact) && tile.lo_min < tile.hi_max &&
+  g.one_block = (problem.half || g.level.exact) && tile.lo_min < tile.hi_max &&
                 tile.lo_min / kBlock == (tile.hi_max - 1) / kBlock;
 }
 

@@ -43,14 +43,14 @@ FASTATTN_INLINE void interleave(const bf16* first, const bf16* second, int64_t s
 
 // Panel [depth / step][kTile][step] of the tile's rows of a (B, H, L, X) tensor; rows that see nothing and
 // padding are zero.
-template <class T>
-inline void pack_transposed(const Tile<T>& tile, const View& view, int64_t columns, int64_t depth,
-                            E<T>* panel) {
-  const T* data = static_cast<const T*>(view.data);
+template <class S, class T>
+inline void pack_transposed_of(const Tile<T>& tile, const View& view, int64_t columns, int64_t depth,
+                               E<T>* panel) {
+  const S* data = static_cast<const S*>(view.data);
   const int64_t stride = view.stride[3];
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) {
-    const T* row[N<T>];
+    const S* row[N<T>];
     for (int r = 0; r < N<T>; ++r) {
       int s = v * N<T> + r;
       row[r] = tile.seen[s] ? data + offset(view, tile.b, tile.head[s], tile.row[s]) : nullptr;
@@ -83,19 +83,26 @@ inline void pack_transposed(const Tile<T>& tile, const View& view, int64_t colum
     }
   }
 }
+template <class T>
+inline void pack_transposed(const Tile<T>& tile, const View& view, int64_t columns, int64_t depth,
+                            E<T>* panel) {
+  with_dtype_beside<T>(view.dtype,
+                       [&]<class S>(S) { pack_transposed_of<S>(tile, view, columns, depth, panel); });
+}
 // Panel [kTile / step][columns][step] of the same rows, not transposed: what grad_key and grad_value
 // multiply with.
-template <class T>
-inline void pack_rows(const Tile<T>& tile, const View& view, int64_t columns, int64_t padded, E<T>* panel) {
-  const T* data = static_cast<const T*>(view.data);
+template <class S, class T>
+inline void pack_rows_of(const Tile<T>& tile, const View& view, int64_t columns, int64_t padded,
+                         E<T>* panel) {
+  const S* data = static_cast<const S*>(view.data);
   const int64_t stride = view.stride[3];
-  auto row = [&](int r) -> const T* {
+  auto row = [&](int r) -> const S* {
     return tile.seen[r] ? data + offset(view, tile.b, tile.head[r], tile.row[r]) : nullptr;
   };
   for (int r = 0; r < kTile<T>; r += Format<T>::kStep) {
-    const T* first = row(r);
+    const S* first = row(r);
     if constexpr (kPairs<T>) {
-      const T* second = row(r + 1);
+      const S* second = row(r + 1);
       for (int64_t d = 0; d < padded; d += 2 * N<T>) {
         Vec<float> low, high;
         interleave(first, second, stride, d, columns, low, high);
@@ -109,6 +116,10 @@ inline void pack_rows(const Tile<T>& tile, const View& view, int64_t columns, in
               first ? load_row<A<T>>(first + d * stride, stride, columns - d) : V<T>{});
     }
   }
+}
+template <class T>
+inline void pack_rows(const Tile<T>& tile, const View& view, int64_t columns, int64_t padded, E<T>* panel) {
+  with_dtype_beside<T>(view.dtype, [&]<class S>(S) { pack_rows_of<S>(tile, view, columns, padded, panel); });
 }
 
 // [keys, X]: row k at data + k * ld.
@@ -168,14 +179,14 @@ inline bool row_is_finite(const T* row, int64_t stride, int64_t columns) {
 
 // Rows [begin, end) of a (B, Hkv, S, X) tensor as pointers: null for keys outside every band, and for keys
 // that hold NaN or inf while no query sees them (they must not reach 0 * NaN). Returns whether any is null.
-template <class T>
+template <class S, class T>
 inline bool key_rows(const Problem<T>& problem, const View& view, int64_t columns, int64_t b, int64_t hk,
-                     int64_t begin, int64_t end, const T** rows) {
+                     int64_t begin, int64_t end, const S** rows) {
   bool any = false;
   for (int64_t j = begin; j < end; ++j) {
-    const T* row = nullptr;
+    const S* row = nullptr;
     if (j >= problem.key_begin && j < problem.key_end) {
-      row = static_cast<const T*>(view.data) + offset(view, b, hk, j);
+      row = static_cast<const S*>(view.data) + offset(view, b, hk, j);
       if (problem.masked && !row_is_finite(row, view.stride[3], columns) && !problem.key_is_seen(b, hk, j))
         row = nullptr;
     }
@@ -187,16 +198,16 @@ inline bool key_rows(const Problem<T>& problem, const View& view, int64_t column
 }
 
 // [keys, X] as the A operand: in place where it can be read as it lies, else copied and padded with zeros.
-template <class T>
-inline Straight<T> straight(const View& view, const T* first, int64_t columns, int64_t padded, const T** rows,
+template <class S, class T>
+inline Straight<T> straight(const View& view, const S* first, int64_t columns, int64_t padded, const S** rows,
                             int64_t count, bool has_null, E<T>* scratch) {
-  if constexpr (kDirect<T>) {
+  if constexpr (kSame<S, E<T>>) {
     bool fits = count % kKeyStep<T> == 0 && columns == padded && view.stride[3] == 1;
     if (fits && !has_null) return {first, view.stride[2]};
   }
   int64_t filled = round_up(count, kKeyStep<T>);
   for (int64_t j = 0; j < filled; ++j) {
-    const T* row = j < count ? rows[j] : nullptr;
+    const S* row = j < count ? rows[j] : nullptr;
     E<T>* to = scratch + j * padded;
     if (!row) {
       std::memset(static_cast<void*>(to), 0, size_t(padded) * sizeof(E<T>));
@@ -214,8 +225,8 @@ inline Straight<T> straight(const View& view, const T* first, int64_t columns, i
   }
   return {scratch, padded};
 }
-template <class T>
-inline Sideways<T> sideways(const View& view, int64_t columns, const T** rows, int64_t count,
+template <class S, class T>
+inline Sideways<T> sideways(const View& view, int64_t columns, const S** rows, int64_t count,
                             const Straight<T>& straight, E<T>* scratch) {
   if constexpr (!kPairs<T>) {
     return {straight.data, straight.ld};
@@ -226,8 +237,8 @@ inline Sideways<T> sideways(const View& view, int64_t columns, const T** rows, i
         Vec<float> low[N<T>], high[N<T>];  // pairs of columns [d, d + N) and [d + N, d + 2 N)
         for (int r = 0; r < N<T>; ++r) {
           int64_t k = j + 2 * r;
-          const T* first = k < count ? rows[k] : nullptr;
-          const T* second = k + 1 < count ? rows[k + 1] : nullptr;
+          const S* first = k < count ? rows[k] : nullptr;
+          const S* second = k + 1 < count ? rows[k + 1] : nullptr;
           interleave(first, second, view.stride[3], d, columns, low[r], high[r]);
         }
         transpose<float>(low);
@@ -241,23 +252,33 @@ inline Sideways<T> sideways(const View& view, int64_t columns, const T** rows, i
   }
 }
 
+template <class S, class T>
+inline KeyBlock<T> make_block_of(const Problem<T>& problem, int64_t b, int64_t hk, int64_t begin, int64_t end,
+                                 Use use, const KeyScratch<T>& scratch) {
+  const AttentionParams& p = problem.p;
+  const S* rows[kBlock];
+  const int64_t count = end - begin;
+  KeyBlock<T> block{begin, end, {}, {}, {}, {}};
+  bool null = key_rows<S>(problem, p.key, p.D, b, hk, begin, end, rows);
+  const S* first = static_cast<const S*>(p.key.data) + offset(p.key, b, hk, begin);
+  block.key = straight<S, T>(p.key, first, p.D, problem.depth, rows, count, null, scratch.key);
+  if (use == Use::backward) block.key_t = sideways<S, T>(p.key, p.D, rows, count, block.key, scratch.key_t);
+  if (use == Use::scores) return block;
+  null = key_rows<S>(problem, p.value, p.Dv, b, hk, begin, end, rows);
+  first = static_cast<const S*>(p.value.data) + offset(p.value, b, hk, begin);
+  if (scratch.value)
+    block.value = straight<S, T>(p.value, first, p.Dv, problem.depth_v, rows, count, null, scratch.value);
+  if (use == Use::forward)
+    block.value_t = sideways<S, T>(p.value, p.Dv, rows, count, block.value, scratch.value_t);
+  return block;
+}
 template <class T>
 inline KeyBlock<T> make_block(const Problem<T>& problem, int64_t b, int64_t hk, int64_t begin, int64_t end,
                               Use use, const KeyScratch<T>& scratch) {
-  const AttentionParams& p = problem.p;
-  const T* rows[kBlock];
-  const int64_t count = end - begin;
-  KeyBlock<T> block{begin, end, {}, {}, {}, {}};
-  bool null = key_rows(problem, p.key, p.D, b, hk, begin, end, rows);
-  const T* first = static_cast<const T*>(p.key.data) + offset(p.key, b, hk, begin);
-  block.key = straight(p.key, first, p.D, problem.depth, rows, count, null, scratch.key);
-  if (use == Use::backward) block.key_t = sideways(p.key, p.D, rows, count, block.key, scratch.key_t);
-  if (use == Use::scores) return block;
-  null = key_rows(problem, p.value, p.Dv, b, hk, begin, end, rows);
-  first = static_cast<const T*>(p.value.data) + offset(p.value, b, hk, begin);
-  if (scratch.value)
-    block.value = straight(p.value, first, p.Dv, problem.depth_v, rows, count, null, scratch.value);
-  if (use == Use::forward) block.value_t = sideways(p.value, p.Dv, rows, count, block.value, scratch.value_t);
+  KeyBlock<T> block;
+  with_dtype_beside<T>(problem.p.key.dtype, [&]<class S>(S) {
+    block = make_block_of<S>(problem, b, hk, begin, end, use, scratch);
+  });
   return block;
 }
 

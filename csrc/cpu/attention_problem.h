@@ -33,7 +33,9 @@ struct UnsignedOf<8> {
 // All function templates of attention are `inline`, although linkage does not need it: GCC then inlines them
 // as eagerly as members of a class, without which the backward is measurably slower.
 
-// The alphabet of these kernels. T is the dtype of query, key and value.
+// The alphabet of these kernels. T is what products are made of: float, double, or bf16 where there are
+// products of its pairs. S is the dtype of a tensor: half precision that has no products becomes float as it
+// is read, and functions `_of` a dtype are all that is compiled for it.
 template <class T>
 using Format = typename FormatOf<T>::type;  // how its products are formed
 template <class T>
@@ -51,14 +53,33 @@ template <class T>
 constexpr int kTile = NV * N<T>;  // query rows per tile
 constexpr int64_t kBlock = 128;   // keys per block: a 128 x 32 fp32 score tile is 16 KB, half of a small L1
 template <class T>
-constexpr bool kDirect = kSame<T, E<T>>;  // operands can be read where they lie
-template <class T>
 constexpr bool kPairs = Format<T>::kStep == 2;
 // Keys per tile are rounded to this: the depth of out^T += V^T P^T, and the rows of the scores.
 template <class T>
 constexpr int64_t kKeyStep = Format<T>::kDepth > Format<T>::kRows ? Format<T>::kDepth : Format<T>::kRows;
 template <class T>
 constexpr A<T> kInf = A<T>(__builtin_inf());
+
+// f(T{}) for tensors of a dtype
+template <class F>
+void with_products(DType dtype, F&& f) {
+  if (dtype == DType::f64) return f(double{});
+  if constexpr (kPairs<bf16>)
+    if (dtype == DType::bf16) return f(bf16{});
+  f(float{});
+}
+// f(S{}) for a tensor beside T
+template <class T, class F>
+FASTATTN_INLINE void with_dtype_beside(DType dtype, F&& f) {
+  if constexpr (!kSame<T, float>) {
+    f(T{});
+  } else {
+    if (dtype == DType::f32) return f(float{});
+    if constexpr (!kPairs<bf16>)
+      if (dtype == DType::bf16) return f(bf16{});
+    f(f16{});
+  }
+}
 
 // b, h, i, j are a batch, query head, query row and key; hk is a key/value head.
 template <class T>
@@ -71,6 +92,7 @@ struct Problem {
   int64_t shift;                  // the diagonal of query i is key i + shift
   int64_t key_begin, key_end;     // keys inside some query's band
   bool masked;                    // some keys may be hidden by attn_mask or key_padding_mask
+  bool half;                      // tensors are in half precision
   bool general;                   // scores need more than a positive scale (then they are transformed first)
   Word<T> threshold;              // dropout drops words below it
   A<T> keep_scale;
@@ -89,6 +111,7 @@ struct Problem {
     band(p.L - 1, lo, hi);
     key_end = hi;
     masked = p.mask.data || p.key_padding.data;
+    half = p.query.dtype == DType::bf16 || p.query.dtype == DType::f16;
     general = masked || p.alibi.data || p.softcap > 0 || !(p.scale > 0);
     double limit = p.dropout_p * 4294967296.0 + 0.5;
     threshold = limit >= 4294967295.0 ? Word<T>(4294967295u) : Word<T>(limit);
@@ -108,7 +131,10 @@ struct Problem {
     int64_t at = offset(mask, b, h, i, j);
     if (mask.dtype == DType::boolean) return static_cast<const uint8_t*>(mask.data)[at];
     if (mask.dtype == DType::f32) return static_cast<const float*>(mask.data)[at] != -__builtin_inff();
-    return to_float(static_cast<const T*>(mask.data)[at]) != -kInf<T>;
+    bool shown = false;
+    with_dtype_beside<T>(
+        mask.dtype, [&]<class S>(S) { shown = to_float(static_cast<const S*>(mask.data)[at]) != -kInf<T>; });
+    return shown;
   }
   // Whether query (b, h, i) sees any key: by the masks and the band, never by a score's value.
   bool row_sees(int64_t b, int64_t h, int64_t i) const {

@@ -108,7 +108,10 @@ inline int mask_tile(const Problem<T>& problem, const Tile<T>& tile, int64_t beg
   if (problem.p.mask.dtype == DType::boolean || !problem.p.mask.data)
     return fill_mask_tile<uint8_t>(problem, tile, begin, end, bias);
   if (problem.p.mask.dtype == DType::f32) return fill_mask_tile<float>(problem, tile, begin, end, bias);
-  return fill_mask_tile<T>(problem, tile, begin, end, bias);
+  int content = 0;
+  with_dtype_beside<T>(problem.p.mask.dtype,
+                       [&]<class S>(S) { content = fill_mask_tile<S>(problem, tile, begin, end, bias); });
+  return content;
 }
 
 // The part of a block that a tile visits: [begin, end) rounded to what products need, relative to the block.
@@ -297,7 +300,7 @@ template <class T>
 inline void put_tile(const View& view, const Tile<T>& tile, int64_t begin, int64_t keys, const A<T>* values,
                      bool add) {
   if (view.dtype == DType::f32) return put_tile_as<float>(view, tile, begin, keys, values, add);
-  put_tile_as<T>(view, tile, begin, keys, values, add);
+  with_dtype_beside<T>(view.dtype, [&]<class S>(S) { put_tile_as<S>(view, tile, begin, keys, values, add); });
 }
 
 }  // namespace

@@ -143,8 +143,13 @@ inline void add_values(const Tile<T>& tile, const KeyBlock<T>& block, Span span,
 template <class T>
 inline A<T> sink(const AttentionParams& p, int64_t h) {
   int64_t at = h * p.sinks.stride[0];
-  const A<T> natural = p.sinks.dtype == DType::f32 ? A<T>(static_cast<const float*>(p.sinks.data)[at])
-                                                   : A<T>(to_float(static_cast<const T*>(p.sinks.data)[at]));
+  A<T> natural = 0;
+  if (p.sinks.dtype == DType::f32)
+    natural = A<T>(static_cast<const float*>(p.sinks.data)[at]);
+  else
+    with_dtype_beside<T>(p.sinks.dtype, [&]<class S>(S) {
+      natural = A<T>(to_float(static_cast<const S*>(p.sinks.data)[at]));
+    });
   return to_log2<T>(V<T>{} + natural)[0];
 }
 
@@ -177,8 +182,8 @@ FASTATTN_INLINE V<T> natural_lse(V<T> reference, V<T> sum) {
 }
 
 // Writes the rows of a finished tile: out = out^T / sum, lse = ln(2) (reference + log2(sum)).
-template <class T>
-inline void finish_tile(const Problem<T>& problem, const Tile<T>& tile, State<T>& state) {
+template <class S, class T>
+inline void finish_tile_of(const Problem<T>& problem, const Tile<T>& tile, State<T>& state) {
   const AttentionParams& p = problem.p;
   V<T> inverse[NV];
 #pragma GCC unroll 4
@@ -188,7 +193,7 @@ inline void finish_tile(const Problem<T>& problem, const Tile<T>& tile, State<T>
       for (int i = 0; i < N<T>; ++i)
         if (!tile.seen[v * N<T> + i]) inverse[v][i] = 0;
   }
-  T* out = static_cast<T*>(p.out.data);
+  S* out = static_cast<S*>(p.out.data);
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v)
     for (int64_t d = 0; d < p.Dv; d += N<T>) {
@@ -211,7 +216,7 @@ inline void finish_tile(const Problem<T>& problem, const Tile<T>& tile, State<T>
       for (int i = 0; i < N<T>; ++i) {
         int r = v * N<T> + i;
         if (r >= tile.count) break;
-        T* row = out + offset(p.out, tile.b, tile.head[r], tile.row[r]);
+        S* row = out + offset(p.out, tile.b, tile.head[r], tile.row[r]);
         store_row<A<T>>(row + d, 1, p.Dv - d, tile.seen[r] ? block[i] : V<T>{});
       }
     }
@@ -223,6 +228,10 @@ inline void finish_tile(const Problem<T>& problem, const Tile<T>& tile, State<T>
       lse[offset(p.lse, tile.b, tile.head[v * N<T> + i], tile.row[v * N<T> + i])] = level[i];
   }
 }
+template <class T>
+inline void finish_tile(const Problem<T>& problem, const Tile<T>& tile, State<T>& state) {
+  with_dtype_beside<T>(problem.p.out.dtype, [&]<class S>(S) { finish_tile_of<S>(problem, tile, state); });
+}
 
 // What turns scores back into weights: 2^(score - reference - log_sum). The log-sum-exp alone says it
 // (reference 0) as long as its last bit is small beside the weight's. Where it is not (a row that is
@@ -233,19 +242,18 @@ struct Level {
   V<T> reference[NV], log_sum[NV];
   bool exact;  // summed once more, from scores rounded to log2 units
 };
-// An error of 2^-19 in a float32 weight, of 2^-11 in a half precision one.
-template <class T>
-constexpr A<T> kLevelLimit = kSame<T, A<T>> ? A<T>(64) : A<T>(1 << 13);
 template <class T>
 inline void find_level(const Problem<T>& problem, const Tile<T>& tile, const E<T>* query_panel, Arena& arena,
                        const KeyScratch<T>& key_scratch, Scores<T>& s, Level<T>& level) {
   const A<T>* lse = static_cast<const A<T>*>(problem.p.lse.data);
   level.exact = false;
+  // An error of 2^-19 in a float32 weight, of 2^-11 in a half precision one.
+  const A<T> limit = problem.half ? A<T>(1 << 13) : A<T>(64);
   for (int r = 0; r < kTile<T>; ++r) {
     A<T> value = kInf<T>;  // rows that see nothing: their weights are 0
     if (tile.seen[r]) value = lse[offset(problem.p.lse, tile.b, tile.head[r], tile.row[r])] * A<T>(kLog2e);
     if (tile.seen[r]) {
-      level.exact |= !(value <= kLevelLimit<T> && value >= -kLevelLimit<T>);
+      level.exact |= !(value <= limit && value >= -limit);
       if (value == kInf<T>)
         value = kLargest<T>;  // made infinite by the change of units: not a row without keys
     }
