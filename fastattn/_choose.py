@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastattn import _native
+from fastattn import _native, _triton
 
 __all__ = ["IMPLEMENTATIONS", "Request", "availability", "candidates", "choose"]
 
@@ -13,23 +13,28 @@ IMPLEMENTATIONS = ("cpu", "triton", "cuda", "torch", "reference")
 # What "auto" tries, in this order, by device type; the last one runs everything.
 # - cpu: our kernel was faster than torch's at every size measured; where it is not built, torch's own CPU
 #   kernel is no substitute, because it hides NaNs and lets masked ones through (see `_torch_cannot`).
-# - elsewhere: torch's fused kernel where it computes the same function, plain PyTorch otherwise.
+# - elsewhere: torch's fused kernel where it computes the same function, plain PyTorch otherwise. Triton's
+#   kernels have to be asked for until a GPU has measured them.
 AUTO = {"cpu": ("cpu", "reference")}
 AUTO_ELSEWHERE = ("torch", "reference")
 
+TRITON_HEAD_DIM = 512
 KERNEL_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Request(NamedTuple):
     """What decides the choice: device, dtype, and the names of the options that are not at their default.
 
-    ``op`` is the registered op that a kernel has to implement for it.
+    ``op`` is the registered op that a kernel has to implement for it, ``head_dim`` the widest of attention,
+    ``packed`` says that sequences are packed.
     """
 
     device: str
     dtype: torch.dtype
     options: tuple[str, ...]
     op: str = "fastattn::attention_forward"
+    head_dim: int = 0
+    packed: bool = False
 
 
 def _cpu_cannot(request: Request) -> str | None:
@@ -41,6 +46,16 @@ def _cpu_cannot(request: Request) -> str | None:
     if reason is None and not _native.has_kernel(request.op):
         return "the CPU library that was built has no kernel of this operator"
     return reason
+
+
+def _triton_cannot(request: Request) -> str | None:
+    if request.dtype not in KERNEL_DTYPES:
+        return f"it has no {request.dtype} kernel"
+    if request.packed:
+        return "it does not know packed sequences yet"
+    if request.head_dim > TRITON_HEAD_DIM:
+        return f"its tiles hold at most {TRITON_HEAD_DIM} channels of a head, these have {request.head_dim}"
+    return _triton.missing(request.op, request.device)
 
 
 def _torch_cannot(request: Request) -> str | None:
@@ -60,7 +75,7 @@ def _absent(name: str):
 
 _CANNOT = {
     "cpu": _cpu_cannot,
-    "triton": _absent("triton"),
+    "triton": _triton_cannot,
     "cuda": _absent("cuda"),
     "torch": _torch_cannot,
     "reference": lambda request: None,

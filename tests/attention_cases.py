@@ -10,13 +10,30 @@ from operator_checks import compare, require
 
 import fastattn
 
-IMPLEMENTATIONS = ("reference", "cpu")
+IMPLEMENTATIONS = ("reference", "cpu", "triton")
 INPUTS = ("query", "key", "value", "attn_mask", "alibi_slopes", "sinks")
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def impl(request) -> str:
     return require(request.param)
+
+
+@pytest.fixture(params=("reference", "cpu"))
+def dispatched(request) -> str:
+    """Those that PyTorch's machinery sees on the CPU, where Triton has no more than its interpreter."""
+    return require(request.param)
+
+
+def thin(impl: str, cases: tuple) -> tuple:
+    """The first of a test's cases where each takes the interpreter a second."""
+    return cases[:1] if impl == "triton" else cases
+
+
+def choices(dtypes, interpreted):
+    """Every implementation with every dtype; in Triton's interpreter, which takes its time, with fewer."""
+    pairs = [(i, d) for i in IMPLEMENTATIONS for d in (interpreted if i == "triton" else dtypes)]
+    return pytest.mark.parametrize("impl, dtype", pairs, ids=str, indirect=["impl"])
 
 
 @dataclass

@@ -9,7 +9,7 @@ import operator_checks
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import INPUTS, call, check, dropout_seed, exact, make_case
+from attention_cases import INPUTS, call, check, dropout_seed, exact, make_case, thin
 from operator_checks import assert_same, require
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
@@ -45,9 +45,9 @@ def test_isolation_hidden_keys(impl):
             range(20, 40),
         ),
     )
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+    for dtype in thin(impl, (torch.float32, torch.bfloat16, torch.float64)):
         for options, prepare, keys in hiding:
-            for poison in (math.nan, math.inf, -math.inf):
+            for poison in thin(impl, (math.nan, math.inf, -math.inf)):
                 case = make_case(**({"L": 20, "dtype": dtype} | options))
                 if prepare is None:
                     keys = [5, 6, 31]
@@ -63,7 +63,7 @@ def test_isolation_hidden_keys(impl):
 
 def test_isolation_rows_that_see_nothing(impl):
     """A row without visible keys may hold NaN, in its query and incoming gradients, and matters nowhere."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+    for dtype in thin(impl, (torch.float32, torch.bfloat16, torch.float64)):
         for options in ({}, {"alibi": "bh", "softcap": 1.0}, {"sinks": True}, {"Hkv": 1, "dropout_p": 0.3}):
             rows = (0, 7, 18, 19)
             case = hide(make_case(**({"L": 20, "S": 35, "dtype": dtype} | options)), rows=rows)
@@ -108,13 +108,13 @@ def test_empty_rows_from_alignment_and_windows(impl):
 
 def test_isolation_biases_at_hidden_places(impl):
     """A bias that another mask hides, and the bias of a row that sees nothing, may hold anything."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+    for dtype in thin(impl, (torch.float32, torch.bfloat16, torch.float64)):
         case = hide(make_case(L=18, S=40, dtype=dtype, mask="float"), keys=(0, 11, 39))
         case.options["is_causal"] = True
         case.attn_mask[0, 1, 4] = -math.inf
         expected = call(case, impl)
         check(expected, case)
-        for poison in (math.nan, math.inf):
+        for poison in thin(impl, (math.nan, math.inf)):
             case.attn_mask[..., [0, 11, 39]] = poison
             case.attn_mask[:, :, :, 20:] = poison
             assert_same(call(case, impl), expected)
@@ -144,7 +144,7 @@ def test_windows_of_any_size(impl):
 
 
 def test_sink_of_minus_infinity_is_no_sink(impl):
-    for dtype in (torch.float32, torch.float64):
+    for dtype in thin(impl, (torch.float32, torch.float64)):
         case = hide(make_case(L=5, S=20, dtype=dtype), rows=(0, 3))
         expected = call(case, impl)
         case.sinks = torch.full((2,), -math.inf, dtype=dtype)
@@ -154,7 +154,7 @@ def test_sink_of_minus_infinity_is_no_sink(impl):
 
 
 def test_causal_hides_a_nan_key_from_earlier_rows(impl):
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in thin(impl, (torch.float32, torch.bfloat16)):
         case = make_case(1, 2, L=40, dtype=dtype, is_causal=True)
         expected = call(case, impl)["out"]
         case.key[:, :, 23] = math.nan
@@ -164,7 +164,7 @@ def test_causal_hides_a_nan_key_from_earlier_rows(impl):
 
 
 def test_visible_nan_is_never_hidden(impl):
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+    for dtype in thin(impl, (torch.float32, torch.bfloat16, torch.float64)):
         for name, row in (("query", (0, 1, 4)), ("key", (0, 1)), ("value", (0, 1))):
             case = make_case(1, 2, L=9, S=34, dtype=dtype)
             getattr(case, name)[0, 1, 4] = math.nan
@@ -204,9 +204,9 @@ def test_gradient_of_a_visible_nan_is_nan(impl):
 
 
 def test_dropout_patterns_are_those_of_the_oracle_and_equal():
-    for implementation in ("reference", "cpu"):
+    for implementation in attention_cases.IMPLEMENTATIONS:
         require(implementation)
-        for p in (0.1, 0.5, 0.97):
+        for p in thin(implementation, (0.1, 0.5, 0.97)):
             # Values that name their key: the output is the dropped weight matrix itself.
             case = make_case(2, 3, 1, 17, 45, 4, 45, torch.float64, dropout_p=p, seed=int(p * 100))
             case.value = torch.eye(45, dtype=torch.float64).expand(2, 1, 45, 45)
@@ -219,6 +219,7 @@ def test_dropout_patterns_are_those_of_the_oracle_and_equal():
             torch.testing.assert_close(results["lse"], undropped["lse"])
 
 
+@pytest.mark.parametrize("impl", ("reference", "cpu"))
 def test_dropout_statistics(impl):
     """Rates, and correlations of neighbours and of calls, are within five standard errors."""
     p, (B, H, L, S) = 0.3, (2, 3, 64, 256)
@@ -437,7 +438,9 @@ REFUSED = {
     "window of reals": (ValueError, "window_size.*1.5", lambda: attend(Q, K, K, window_size=(1.5, 0))),
     "alignment": (ValueError, "causal_alignment.*middle", lambda: attend(Q, K, K, causal_alignment="middle")),
     "impl": (ValueError, "impl.*fast", lambda: attend(Q, K, K, impl="fast")),
-    "triton": (NotImplementedError, "triton.*no triton kernel", lambda: attend(Q, K, K, impl="triton")),
+    "triton, wide heads": (
+        NotImplementedError, "triton.*512.*513", lambda: attend(*[torch.ones(2, 513)] * 3, impl="triton"),
+    ),
     "torch, scaled": (NotImplementedError, "softcap", lambda: attend(Q, K, K, softcap=1.0, impl="torch")),
     "sparse": (NotImplementedError, "query.*dense", lambda: attend(Q[0, 0].to_sparse(), K, K)),
     "mkldnn": (NotImplementedError, "key.*dense", lambda: attend(K, K.to_mkldnn(), K)),
@@ -568,6 +571,18 @@ def test_explain():
         fastattn.explain(attend, q, q[..., :3], q)
     with pytest.raises(TypeError, match="operator"):
         fastattn.explain(F.softmax, q)
+
+
+def test_triton_on_the_cpu_needs_its_interpreter(run_python):
+    code = """
+import torch, fastattn
+q = torch.zeros(1, 1, 2, 8)
+try:
+    fastattn.scaled_dot_product_attention(q, q, q, impl="triton")
+except NotImplementedError as error:
+    print(error)
+"""
+    assert "TRITON_INTERPRET" in run_python("-c", code, TRITON_INTERPRET="0").stdout
 
 
 def test_inputs_are_never_written_to(impl):

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 import fastattn
 from fastattn.ops.attention import attention_with_weights
 
-impl, poisoned = attention_cases.impl, operator_checks.poisoned
+impl, poisoned = attention_cases.dispatched, operator_checks.poisoned
 
 attend = fastattn.scaled_dot_product_attention
 

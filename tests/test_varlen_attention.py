@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 
 import fastattn
 
-impl, poisoned = attention_cases.impl, operator_checks.poisoned
+impl, poisoned = attention_cases.dispatched, operator_checks.poisoned
 
 attend = fastattn.varlen_attention
 INPUTS = ("query", "key", "value", "alibi_slopes", "sinks")

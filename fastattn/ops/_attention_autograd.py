@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 
+from fastattn import _triton
 from fastattn.ops._common import (
     CPU_KEYS,
     call_op,
@@ -20,7 +21,8 @@ from fastattn.ops._common import (
 from fastattn.reference import attention as reference
 
 __all__ = [
-    "Attention", "AttentionWeights", "apply_plain_attention", "causality_op", "forward_op", "weights_op",
+    "Attention", "AttentionWeights", "InterpretedAttention", "InterpretedAttentionWeights",
+    "apply_plain_attention", "causality_op", "forward_op", "weights_op",
 ]  # fmt: skip
 
 # Everything is four-dimensional here: query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv),
@@ -102,6 +104,7 @@ class Attention(torch.autograd.Function):
         ctx.save_for_backward(*inputs[:3], *output, *inputs[3:8], *inputs[14:16])
         ctx.options = inputs[8:14]
         ctx.longest = inputs[16:]
+        ctx.gradient = AttentionBackward
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
@@ -116,9 +119,9 @@ class Attention(torch.autograd.Function):
         args = (*args, *saved[10:], *ctx.longest)
         # The Function is only needed where this result is differentiated or mapped in turn.
         if torch.is_grad_enabled() or _are_functorch_transforms_active():
-            grads = AttentionBackward.apply(*args)
+            grads = ctx.gradient.apply(*args)
         else:
-            grads = call_op(backward_op, *args)
+            grads = ctx.gradient.forward(*args)
         return (
             grads[0] if needs[0] else None,
             grads[1] if needs[1] else None,
@@ -285,6 +288,40 @@ class AttentionWeights(torch.autograd.Function):
         return fold.unfold(weights), 0
 
 
+class InterpretedAttention(Attention):
+    """On Triton's kernels in its interpreter, which the dispatcher would not choose for tensors on the CPU.
+
+    torch.vmap is refused; it concerns no kernel.
+    """
+
+    @staticmethod
+    def forward(*args):
+        return _triton.run("fastattn::attention_forward")(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        Attention.setup_context(ctx, inputs, output)
+        ctx.gradient = InterpretedAttentionBackward
+
+    vmap = staticmethod(torch.autograd.Function.vmap)
+
+
+class InterpretedAttentionBackward(AttentionBackward):
+    @staticmethod
+    def forward(*args):
+        return _triton.run("fastattn::attention_backward")(*args)
+
+    vmap = staticmethod(torch.autograd.Function.vmap)
+
+
+class InterpretedAttentionWeights(AttentionWeights):
+    @staticmethod
+    def forward(*args):
+        return _triton.run("fastattn::attention_weights")(*args)
+
+    vmap = staticmethod(torch.autograd.Function.vmap)
+
+
 class _Fold(NamedTuple):
     """Folds a mapped dimension of size N into the batch dimension of size B, in front of it."""
 
@@ -367,3 +404,4 @@ def _map_packed_backward(info, in_dims, args):
 register_autograd("attention_forward", forward_op, Attention)
 register_autograd("attention_backward", backward_op, AttentionBackward)
 register_autograd("attention_weights", weights_op, AttentionWeights)
+_triton.register(library, "attention", "attention_forward", "attention_backward", "attention_weights")

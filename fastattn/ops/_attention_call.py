@@ -192,7 +192,9 @@ def prepare(
     scale = (D**-0.5 if D else 1.0) if scale is None else number("scale", scale)
     window_left, window_right = min(window_left, FAR), 0 if is_causal else min(window_right, FAR)
     options = (scale, softcap, window_left, window_right, causal_alignment == "lower_right", dropout_p)
-    return Prepared(*tensors, options, batch, head_dims, Request(query.device.type, query.dtype, tuple(used)))
+    head_dim = max(D, value.shape[-1])
+    request = Request(query.device.type, query.dtype, tuple(used), head_dim=head_dim)
+    return Prepared(*tensors, options, batch, head_dims, request)
 
 
 def _is_arranged(tensors: Sequence[Tensor | None], enable_gqa: bool) -> bool:

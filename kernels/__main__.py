@@ -1,0 +1,231 @@
+"""``python -m fastattn.kernels``: compiles the kernels for GPUs that are not there, and says what came out.
+
+Every configuration that a launch table can choose, for every target, with what the compiler found: registers,
+spills, shared memory, the matrix instruction, and how many programs an SM holds.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from fastattn.kernels import attention
+from fastattn.kernels._common import INTERPRETED, compile_only
+from triton.backends.compiler import GPUTarget
+
+
+class Target(NamedTuple):
+    """What limits a kernel: registers of a lane and of an SM, shared memory of a program and of an SM."""
+
+    gpu: GPUTarget
+    matrix: tuple[str, ...]  # its matrix instructions, the best first
+    shared: int
+    shared_of_sm: int
+    threads_of_sm: int
+    registers: int
+    registers_of_sm: int
+
+
+# CUDA C++ Programming Guide, "Compute Capabilities"; AMD CDNA 3 ISA: a compute unit has 4
+# SIMDs with 512 vector registers for each of 64 lanes, and 64 KB of LDS.
+TARGETS = {
+    "cuda:80": Target(GPUTarget("cuda", 80, 32), ("mma.sync",), 163 << 10, 164 << 10, 2048, 255, 65536),
+    "cuda:90": Target(
+        GPUTarget("cuda", 90, 32), ("wgmma", "mma.sync"), 227 << 10, 228 << 10, 2048, 255, 65536
+    ),
+    "cuda:100": Target(
+        GPUTarget("cuda", 100, 32), ("tcgen05.mma", "mma.sync"), 227 << 10, 228 << 10, 2048, 255, 65536
+    ),
+    "hip:gfx942": Target(
+        GPUTarget("hip", "gfx942", 64), ("v_mfma",), 64 << 10, 64 << 10, 2048, 512, 4 * 64 * 512
+    ),
+}
+
+
+class Offline:
+    """Stands for the driver of a GPU that is not there."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+
+class Case(NamedTuple):
+    """One call, forward and backward, by dtype, head dim and options."""
+
+    dtype: torch.dtype
+    D: int
+    options: str = "causal"
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {self.D} {self.options}"
+
+
+class Row(NamedTuple):
+    target: str
+    case: str
+    kernel: str
+    config: str
+    registers: int
+    spills: int
+    shared: int
+    matrix: str
+    wide_loads: bool
+    programs: int
+
+
+HEADER = (
+    "target", "case", "kernel", "tile, warps, stages", "registers", "spilled bytes", "shared bytes", "matrix",
+    "128-bit loads", "programs per SM",
+)  # fmt: skip
+
+HALF = (torch.bfloat16, torch.float16)
+# What the tests compile.
+MAIN = [Case(torch.float16, 64, "plain")]
+EVERYTHING = (
+    MAIN
+    + [
+        Case(dtype, D, "causal")
+        for dtype in (*HALF, torch.float32, torch.float64)
+        for D in (16, 64, 80, 128, 256, 512)
+    ]
+    + [Case(torch.bfloat16, 128, "plain"), Case(torch.float32, 64, "plain")]
+    + [
+        Case(torch.bfloat16, D, options)
+        for D in (64, 128)
+        for options in ("everything", "window", "boolean mask")
+    ]
+    + [Case(torch.float32, 64, "everything"), Case(torch.float64, 64, "everything")]
+)
+
+
+def compile_attention(case: Case) -> None:
+    """The forward, the backward and the weights of a call of attention, on tensors without memory."""
+    dtype, wide = case.dtype, torch.float64 if case.dtype == torch.float64 else torch.float32
+    empty = lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
+    B, H, Hkv, L, S = 2, 8, 2, 1000, 2000
+    query, out = empty(B, L, H, case.D).transpose(1, 2), empty(B, L, H, case.D).transpose(1, 2)
+    key, value = (empty(B, S, Hkv, case.D).transpose(1, 2) for _ in range(2))
+    mask = padding = alibi = sinks = seed = None
+    left, right, softcap, dropout_p = -1, -1 if case.options in ("plain", "boolean mask") else 0, 0.0, 0.0
+    if case.options in ("window", "everything"):
+        left = 256
+    if case.options == "boolean mask":
+        mask = empty(B, 1, L, S, dtype=torch.bool)
+    if case.options == "everything":
+        mask, padding = empty(B, H, L, S), empty(B, S, dtype=torch.bool)
+        alibi, sinks, seed = empty(H, dtype=wide), empty(H), empty(1, dtype=torch.int64)
+        softcap, dropout_p = 30.0, 0.1
+    biases, options = (mask, padding, alibi), (case.D**-0.5, softcap, left, right, True, dropout_p)
+    lse, grads = empty(B, H, L, dtype=wide), (case.options == "everything",) * 3
+    attention.attention_forward(query, key, value, *biases, sinks, seed, *options)
+    attention.attention_backward(
+        out, None, query, key, value, out, lse, *biases, sinks, seed, *options, *grads
+    )
+    if case.options != "plain":
+        attention.attention_weights(query, key, lse, *biases, seed, *options, True)
+
+
+def _nvidia_resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack, which is where spilled registers go: these kernels have no arrays."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
+
+
+def _describe(name: str, case: Case, kernel: str, config, compiled) -> Row:
+    target, asm = TARGETS[name], compiled.asm
+    if target.gpu.backend == "cuda":
+        text = asm["ptx"]
+        registers, spills = _nvidia_resources(asm["cubin"])
+        wide = bool(
+            re.search(
+                r"(ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64|cp\.async\.cg\S* .*, 0x10|cp\.async\.cg)",
+                text,
+            )
+        )
+    else:
+        text = asm["amdgcn"]
+        registers = int(re.search(r"\.vgpr_count: +(\d+)", text)[1])
+        spills = 4 * int(re.search(r"\.vgpr_spill_count: +(\d+)", text)[1])
+        wide = bool(re.search(r"(global|buffer)_load_dwordx4", text))
+    matrix = next((m for m in target.matrix if m in text), "none")
+    threads = config.warps * target.gpu.warp_size
+    shared = compiled.metadata.shared
+    programs = min(
+        target.threads_of_sm // threads, target.registers_of_sm // (max(registers, 1) * threads),
+        target.shared_of_sm // shared if shared else 2048,
+    )  # fmt: skip
+    tile = f"{config.BLOCK_Q} x {config.BLOCK_K}, {config.warps}, {config.stages}"
+    return Row(name, str(case), kernel.lstrip("_"), tile, registers, spills, shared, matrix, wide, programs)
+
+
+def compile_case(name: str, case: Case) -> list[Row]:
+    """All kernels of a call, compiled for a target."""
+    for kernel in vars(attention).values():
+        if isinstance(kernel, triton.runtime.JITFunction):
+            kernel.device_caches.clear()
+    with compile_only(Offline(TARGETS[name].gpu)) as compiled:
+        try:
+            compile_attention(case)
+        except triton.CompilationError as error:  # which cannot be handed from process to process
+            raise RuntimeError(f"{case} does not compile for {name}: {error}") from None
+    return [_describe(name, case, *each) for each in compiled]
+
+
+def compile_all(targets: list[str], cases: list[Case], jobs: int) -> Iterator[Row]:
+    work = [(target, case) for target in targets for case in cases]
+    with ProcessPoolExecutor(jobs) as pool:
+        for rows in pool.map(compile_case, *zip(*work, strict=True)):
+            yield from rows
+
+
+def _text(x) -> str:
+    return ("no", "yes")[x] if isinstance(x, bool) else str(x)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m fastattn.kernels", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
+    parser.add_argument("--main", action="store_true", help="only the configurations that tests compile")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, default 2")
+    options = parser.parse_args()
+    if INTERPRETED:
+        print(
+            "python -m fastattn.kernels: TRITON_INTERPRET must not be set, nothing is compiled then",
+            file=sys.stderr,
+        )
+        return 1
+    print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}")
+    for row in compile_all(options.target or [*TARGETS], MAIN if options.main else EVERYTHING, options.jobs):
+        print(f"| {' | '.join(_text(x) for x in row)} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
