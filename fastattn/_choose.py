@@ -42,6 +42,8 @@ def _cpu_cannot(request: Request) -> str | None:
         return f"its tensors must be on the CPU, these are on {request.device}"
     if request.dtype not in KERNEL_DTYPES:
         return f"it has no {request.dtype} kernel"
+    if _triton.replaces_native(request.op):
+        return "Triton's interpreter stands in its place"
     reason = _native.missing()
     if reason is None and not _native.has_kernel(request.op):
         return "the CPU library that was built has no kernel of this operator"

@@ -8,15 +8,18 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-__all__ = ["missing", "register", "run"]
+__all__ = ["cannot_interpret", "interpreter", "missing", "register", "replaces_native", "run"]
 
 _missing = None if importlib.util.find_spec("triton") else "Triton is not installed"
 _interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+_interpreting = False
 _modules: dict[str, str] = {}  # by op
 DEVICES = ("cuda", "xpu")  # AMD's devices are "cuda", too
 
@@ -40,12 +43,39 @@ def missing(op: str, device: str) -> str | None:
     if _missing is not None:
         return _missing
     if device == "cpu":
-        return (
-            None
-            if _interpreted
-            else "on the CPU Triton only has an interpreter, which needs TRITON_INTERPRET=1"
-        )
+        return None if _interpreting else "on the CPU Triton only has an interpreter, which is for tests"
     return None if device in DEVICES else f"Triton has no {device} devices"
+
+
+def cannot_interpret() -> str | None:
+    """Why there is no ``interpreter`` in this process, or None if there is."""
+    return _missing or (None if _interpreted else "TRITON_INTERPRET=1 was not set when fastattn was imported")
+
+
+def replaces_native(op: str) -> bool:
+    """Whether the interpreter runs the op on the CPU, in the place of the native kernel."""
+    return _interpreting and op in _modules
+
+
+@contextmanager
+def interpreter() -> Iterator[None]:
+    """Inside, Triton's interpreter runs the ops on CPU tensors, in place of the native kernels: for tests.
+
+    Autograd, transforms and callers of the bare ops meet the Triton kernels as they would on a GPU.
+    """
+    global _interpreting
+    if cannot_interpret():
+        raise RuntimeError(f"Triton's interpreter cannot run: {cannot_interpret()}")
+    with torch.library._scoped_library("fastattn", "IMPL") as overrides:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*overrid", category=UserWarning)
+            for op in _modules:
+                overrides.impl(op.partition("::")[2], run(op), "CPU", allow_override=True)
+        _interpreting = True
+        try:
+            yield
+        finally:
+            _interpreting = False
 
 
 def run(op: str) -> Callable:

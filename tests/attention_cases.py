@@ -1,12 +1,13 @@
 """Inputs, calls and the checker that the attention tests share."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import attention_oracle as oracle
 import pytest
 import torch
-from operator_checks import compare, require
+from operator_checks import compare, require, running
 
 import fastattn
 
@@ -15,13 +16,14 @@ INPUTS = ("query", "key", "value", "attn_mask", "alibi_slopes", "sinks")
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
-def impl(request) -> str:
-    return require(request.param)
+def impl(request) -> Iterator[str]:
+    with running(request.param) as name:
+        yield name
 
 
 @pytest.fixture(params=("reference", "cpu"))
 def dispatched(request) -> str:
-    """Those that PyTorch's machinery sees on the CPU, where Triton has no more than its interpreter."""
+    """Those that what surrounds the kernels is tested with; Triton's interpreter would take its time."""
     return require(request.param)
 
 

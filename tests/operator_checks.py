@@ -2,25 +2,34 @@
 
 import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fastattn import _choose
+from fastattn import _choose, _triton
 
 
 def require(impl: str, op: str = "fastattn::attention_forward") -> str:
     """The kernel may only be absent where it cannot be built; anywhere else its absence is a failure."""
     reason = _choose.candidates(_choose.Request("cpu", torch.float32, (), op))[impl]
     if reason is not None:
-        if impl == "triton":
-            pytest.skip(reason)  # it is no requirement, and tests on a GPU do without its interpreter
         if not any(shutil.which(c) for c in ("c++", "g++", "clang++")):
             pytest.skip(reason)
         pytest.fail(f"{impl}: {reason}")
     return impl
+
+
+@contextmanager
+def running(impl: str, op: str = "fastattn::attention_forward") -> Iterator[str]:
+    """Inside, the implementation runs on the CPU: Triton's kernels in its interpreter, whoever calls ops."""
+    if impl == "triton" and _triton.cannot_interpret():
+        pytest.skip(_triton.cannot_interpret())  # no requirement; and on a GPU it is not interpreted
+    with _triton.interpreter() if impl == "triton" else nullcontext():
+        yield require(impl, op)
 
 
 @pytest.fixture(autouse=True)

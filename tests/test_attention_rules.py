@@ -203,20 +203,18 @@ def test_gradient_of_a_visible_nan_is_nan(impl):
 # Dropout
 
 
-def test_dropout_patterns_are_those_of_the_oracle_and_equal():
-    for implementation in attention_cases.IMPLEMENTATIONS:
-        require(implementation)
-        for p in thin(implementation, (0.1, 0.5, 0.97)):
-            # Values that name their key: the output is the dropped weight matrix itself.
-            case = make_case(2, 3, 1, 17, 45, 4, 45, torch.float64, dropout_p=p, seed=int(p * 100))
-            case.value = torch.eye(45, dtype=torch.float64).expand(2, 1, 45, 45)
-            kept = torch.from_numpy(attention_oracle.keep_mask(dropout_seed(case), p, 2, 3, 17, 45))
-            results = call(case, implementation)
-            assert torch.equal(results["out"] != 0, kept)
-            del case.options["dropout_p"]
-            undropped = call(case, implementation)
-            torch.testing.assert_close(results["out"], torch.where(kept, undropped["out"] / (1 - p), 0.0))
-            torch.testing.assert_close(results["lse"], undropped["lse"])
+def test_dropout_patterns_are_those_of_the_oracle(impl):
+    for p in thin(impl, (0.1, 0.5, 0.97)):
+        # Values that name their key: the output is the dropped weight matrix itself.
+        case = make_case(2, 3, 1, 17, 45, 4, 45, torch.float64, dropout_p=p, seed=int(p * 100))
+        case.value = torch.eye(45, dtype=torch.float64).expand(2, 1, 45, 45)
+        kept = torch.from_numpy(attention_oracle.keep_mask(dropout_seed(case), p, 2, 3, 17, 45))
+        results = call(case, impl)
+        assert torch.equal(results["out"] != 0, kept)
+        del case.options["dropout_p"]
+        undropped = call(case, impl)
+        torch.testing.assert_close(results["out"], torch.where(kept, undropped["out"] / (1 - p), 0.0))
+        torch.testing.assert_close(results["lse"], undropped["lse"])
 
 
 @pytest.mark.parametrize("impl", ("reference", "cpu"))
@@ -573,15 +571,22 @@ def test_explain():
         fastattn.explain(F.softmax, q)
 
 
-def test_triton_on_the_cpu_needs_its_interpreter(run_python):
-    code = """
-import torch, fastattn
-q = torch.zeros(1, 1, 2, 8)
-try:
-    fastattn.scaled_dot_product_attention(q, q, q, impl="triton")
-except NotImplementedError as error:
-    print(error)
-"""
+def test_triton_on_the_cpu_is_its_interpreter(run_python):
+    """For whoever calls the ops: autograd, transforms and the bare ones; nothing of it stays behind."""
+    q = torch.randn(3, 1, 1, 5, 8)
+    expected = [attend(x, x, x, impl="reference") for x in q]
+    with pytest.raises(NotImplementedError, match="triton.*interpreter"):
+        attend(q[0], q[0], q[0], impl="triton")
+    with operator_checks.running("triton"):
+        mapped = torch.func.vmap(lambda x: attend(x, x, x, impl="triton"))(q)
+        torch.testing.assert_close(mapped, torch.stack(expected))
+        found = fastattn.explain(attend, q[0], q[0], q[0])
+        assert found.impl == "reference" and "interpreter" in found.reasons["cpu"]
+        with pytest.raises(NotImplementedError, match="cpu.*interpreter"):
+            attend(q[0], q[0], q[0], impl="cpu")
+    require("cpu")
+    torch.testing.assert_close(attend(q[0], q[0], q[0], impl="cpu"), expected[0])
+    code = "from fastattn import _triton; print(_triton.cannot_interpret())"
     assert "TRITON_INTERPRET" in run_python("-c", code, TRITON_INTERPRET="0").stdout
 
 

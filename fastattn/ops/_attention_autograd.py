@@ -21,8 +21,7 @@ from fastattn.ops._common import (
 from fastattn.reference import attention as reference
 
 __all__ = [
-    "Attention", "AttentionWeights", "InterpretedAttention", "InterpretedAttentionWeights",
-    "apply_plain_attention", "causality_op", "forward_op", "weights_op",
+    "Attention", "AttentionWeights", "apply_plain_attention", "causality_op", "forward_op", "weights_op",
 ]  # fmt: skip
 
 # Everything is four-dimensional here: query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv),
@@ -104,7 +103,6 @@ class Attention(torch.autograd.Function):
         ctx.save_for_backward(*inputs[:3], *output, *inputs[3:8], *inputs[14:16])
         ctx.options = inputs[8:14]
         ctx.longest = inputs[16:]
-        ctx.gradient = AttentionBackward
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
@@ -119,9 +117,9 @@ class Attention(torch.autograd.Function):
         args = (*args, *saved[10:], *ctx.longest)
         # The Function is only needed where this result is differentiated or mapped in turn.
         if torch.is_grad_enabled() or _are_functorch_transforms_active():
-            grads = ctx.gradient.apply(*args)
+            grads = AttentionBackward.apply(*args)
         else:
-            grads = ctx.gradient.forward(*args)
+            grads = call_op(backward_op, *args)
         return (
             grads[0] if needs[0] else None,
             grads[1] if needs[1] else None,
@@ -286,40 +284,6 @@ class AttentionWeights(torch.autograd.Function):
         attn_mask, alibi_slopes = fold.mask(args[3], in_dims[3]), fold.slopes(args[5], in_dims[5])
         weights = AttentionWeights.apply(query, key, lse, attn_mask, padding, alibi_slopes, *args[6:])
         return fold.unfold(weights), 0
-
-
-class InterpretedAttention(Attention):
-    """On Triton's kernels in its interpreter, which the dispatcher would not choose for tensors on the CPU.
-
-    torch.vmap is refused; it concerns no kernel.
-    """
-
-    @staticmethod
-    def forward(*args):
-        return _triton.run("fastattn::attention_forward")(*args)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        Attention.setup_context(ctx, inputs, output)
-        ctx.gradient = InterpretedAttentionBackward
-
-    vmap = staticmethod(torch.autograd.Function.vmap)
-
-
-class InterpretedAttentionBackward(AttentionBackward):
-    @staticmethod
-    def forward(*args):
-        return _triton.run("fastattn::attention_backward")(*args)
-
-    vmap = staticmethod(torch.autograd.Function.vmap)
-
-
-class InterpretedAttentionWeights(AttentionWeights):
-    @staticmethod
-    def forward(*args):
-        return _triton.run("fastattn::attention_weights")(*args)
-
-    vmap = staticmethod(torch.autograd.Function.vmap)
 
 
 class _Fold(NamedTuple):

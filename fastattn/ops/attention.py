@@ -10,8 +10,6 @@ from fastattn._choose import candidates, choose
 from fastattn.ops._attention_autograd import (
     Attention,
     AttentionWeights,
-    InterpretedAttention,
-    InterpretedAttentionWeights,
     apply_plain_attention,
     forward_op,
     weights_op,
@@ -41,8 +39,6 @@ def draw_seed(dropout_p: float, device: torch.device | str) -> Tensor | None:
 
 def _run(call: Prepared, seed: Tensor | None, implementation: str) -> tuple[Tensor, Tensor | None]:
     tensors = call[:7]
-    if implementation == "triton" and call.query.device.type == "cpu":
-        return apply_function(InterpretedAttention, *tensors, seed, *call.options)
     if implementation in ("cpu", "triton"):
         if needs_function(tensors):
             return apply_function(Attention, *tensors, seed, *call.options)
@@ -269,8 +265,6 @@ def attention_with_weights(
     args = (*args, *call.options, average_weights)
     if implementation == "reference":
         weights = reference.attention_weights(*args)
-    elif implementation == "triton" and call.query.device.type == "cpu":
-        weights = apply_function(InterpretedAttentionWeights, *args)
     elif needs_function(args[:6]):
         weights = apply_function(AttentionWeights, *args)
     else:
