@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 import triton
-from fastattn.kernels import attention
+from fastattn.kernels import _edges, aggregation, attention, graph_attention
 from fastattn.kernels._common import INTERPRETED, compile_only
 from triton.backends.compiler import GPUTarget
 
@@ -69,14 +69,15 @@ class Offline:
 
 
 class Case(NamedTuple):
-    """One call, forward and backward, by dtype, head dim and options."""
+    """One call, forward and backward, by dtype, channels of a head and options."""
 
     dtype: torch.dtype
     D: int
     options: str = "causal"
+    family: str = "attention"
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {self.D} {self.options}"
+        return f"{self.family}, {str(self.dtype).removeprefix('torch.')} {self.D} {self.options}"
 
 
 class Row(NamedTuple):
@@ -99,7 +100,12 @@ HEADER = (
 
 HALF = (torch.bfloat16, torch.float16)
 # What the tests compile.
-MAIN = [Case(torch.float16, 64, "plain")]
+MAIN = [
+    Case(torch.float16, 64, "plain"),
+    Case(torch.float32, 128, "weighted, divided rows", "aggregation"),
+    Case(torch.bfloat16, 64, "gatv2", "graph attention"),
+    Case(torch.float32, 256, "dot, divided rows", "graph attention"),
+]
 EVERYTHING = (
     MAIN
     + [
@@ -114,6 +120,16 @@ EVERYTHING = (
         for options in ("everything", "window", "boolean mask")
     ]
     + [Case(torch.float32, 64, "everything"), Case(torch.float64, 64, "everything")]
+    + [
+        Case(dtype, F, f"{options}, divided rows", family)
+        for dtype in (torch.bfloat16, torch.float32, torch.float64)
+        for F in (1, 8, 32, 128, 256)
+        for family, given in (
+            ("aggregation", ("plain", "weighted", "everything")),
+            ("graph attention", ("additive", "dot", "gatv2", "dot with everything")),
+        )
+        for options in given
+    ]
 )
 
 
@@ -142,6 +158,78 @@ def compile_attention(case: Case) -> None:
     )
     if case.options != "plain":
         attention.attention_weights(query, key, lse, *biases, seed, *options, True)
+
+
+def _edges_of(case: Case) -> tuple[int, int, tuple, tuple]:
+    """Numbers of nodes and edges, and the edges by either end; few enough that no row is divided, or not."""
+    N, E = 1000, 50000 if "divided" in case.options else 500
+    index = lambda size, dtype=torch.int32: torch.empty(size, dtype=dtype, device="meta")  # noqa: E731
+    by_target, by_source = ((index(N + 1, torch.int64), index(E), index(E)) for _ in range(2))
+    return N, E, by_target, by_source
+
+
+def compile_aggregation(case: Case) -> None:
+    """Sums, extremes and products of edges, with what their derivatives need."""
+    wide = torch.float64 if case.dtype == torch.float64 else torch.float32
+    empty = lambda *shape, dtype=case.dtype: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
+    N, E, edges, _ = _edges_of(case)
+    H = 1 if case.options.startswith("plain") else 8
+    x, weight, scale, args = empty(1, N, H, case.D), None, None, (None,)
+    if H > 1:
+        weight = empty(E, H)
+    if case.options.startswith("everything"):
+        scale, args = empty(N, dtype=wide), (None, empty(1, N, H, case.D, dtype=torch.int32))
+    for arg in args:
+        for of_rows in (False, True)[: 1 if arg is None else 2]:
+            aggregation.aggregate_sum(x, *edges, weight, scale, scale, arg, of_rows)
+            aggregation.edge_dot(x, x, *edges, scale, scale, arg, of_rows, H > 1)
+    for minimum in (False, True):
+        aggregation.aggregate_max(x, *edges, weight, minimum)
+
+
+def compile_graph_attention(case: Case) -> None:
+    """Forward and backward of a form of the score, and the softmax alone."""
+    wide = torch.float64 if case.dtype == torch.float64 else torch.float32
+    empty = lambda *shape, dtype=case.dtype: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
+    N, E, by_target, by_source = _edges_of(case)
+    H, score = 8, case.options.partition(",")[0].partition(" ")[0]
+    value, out, per_edge = empty(N, H, case.D), empty(N, H, case.D), empty(E, H)
+    query = key = alpha = term = edge = att = seed = grad_attention = None
+    if score == "additive":
+        alpha, term = empty(N, H, dtype=wide), empty(E, H, dtype=wide)
+    else:
+        query = empty(N, H, case.D)
+    if score == "dot":
+        key = empty(N, H, case.D)
+    if score == "gatv2":
+        edge, att = empty(E, H, case.D), empty(H, case.D)
+    full = "everything" in case.options
+    if full:
+        term, seed, grad_attention = empty(E, H), empty(1, dtype=torch.int64), per_edge
+    tensors = (score, query, key, value, alpha, alpha, term, edge, att)
+    options = (seed, 1.0, 0.2, 0.1 if full else 0.0)
+    _, stats, _ = graph_attention.graph_attention_forward(*tensors, *by_target, *options, full)
+    graph_attention.graph_attention_backward(
+        out,
+        grad_attention,
+        out,
+        stats,
+        per_edge,
+        *tensors,
+        *by_target,
+        *by_source,
+        *options,
+        edge is not None,
+    )
+    if full:
+        graph_attention.edge_softmax_backward(per_edge, per_edge, per_edge, *by_target)
+
+
+FAMILIES = {
+    "attention": compile_attention,
+    "aggregation": compile_aggregation,
+    "graph attention": compile_graph_attention,
+}
 
 
 def _nvidia_resources(cubin: bytes) -> tuple[int, int]:
@@ -179,18 +267,19 @@ def _describe(name: str, case: Case, kernel: str, config, compiled) -> Row:
         target.threads_of_sm // threads, target.registers_of_sm // (max(registers, 1) * threads),
         target.shared_of_sm // shared if shared else 2048,
     )  # fmt: skip
-    tile = f"{config.BLOCK_Q} x {config.BLOCK_K}, {config.warps}, {config.stages}"
+    tile = f"{' x '.join(map(str, config[:-2]))}, {config.warps}, {config.stages}"
     return Row(name, str(case), kernel.lstrip("_"), tile, registers, spills, shared, matrix, wide, programs)
 
 
 def compile_case(name: str, case: Case) -> list[Row]:
     """All kernels of a call, compiled for a target."""
-    for kernel in vars(attention).values():
-        if isinstance(kernel, triton.runtime.JITFunction):
-            kernel.device_caches.clear()
+    for module in (_edges, aggregation, attention, graph_attention):
+        for kernel in vars(module).values():
+            if isinstance(kernel, triton.runtime.JITFunction):
+                kernel.device_caches.clear()
     with compile_only(Offline(TARGETS[name].gpu)) as compiled:
         try:
-            compile_attention(case)
+            FAMILIES[case.family](case)
         except triton.CompilationError as error:  # which cannot be handed from process to process
             raise RuntimeError(f"{case} does not compile for {name}: {error}") from None
     return [_describe(name, case, *each) for each in compiled]
@@ -212,6 +301,7 @@ def main() -> int:
         prog="python -m fastattn.kernels", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
+    parser.add_argument("--family", action="append", choices=FAMILIES, help="default: all")
     parser.add_argument("--main", action="store_true", help="only the configurations that tests compile")
     parser.add_argument("--jobs", type=int, default=2, help="processes, default 2")
     options = parser.parse_args()
@@ -222,7 +312,8 @@ def main() -> int:
         )
         return 1
     print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}")
-    for row in compile_all(options.target or [*TARGETS], MAIN if options.main else EVERYTHING, options.jobs):
+    cases = [c for c in (MAIN if options.main else EVERYTHING) if c.family in (options.family or FAMILIES)]
+    for row in compile_all(options.target or [*TARGETS], cases, options.jobs):
         print(f"| {' | '.join(_text(x) for x in row)} |", flush=True)
     return 0
 

@@ -1,17 +1,18 @@
 """Inputs, calls and the checker that the tests of aggregation share."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import aggregation_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from operator_checks import compare, require
+from operator_checks import compare, require, running
 
 import fastattn
 from fastattn import Graph
 
-IMPLEMENTATIONS = ("reference", "cpu")
+IMPLEMENTATIONS = ("reference", "cpu", "triton")
 REDUCES = ("sum", "mean", "sym", "both", "max", "min")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -23,7 +24,14 @@ def require_kernels(impl: str) -> str:
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
-def impl(request) -> str:
+def impl(request) -> Iterator[str]:
+    with running(request.param, "fastattn::aggregate_sum"):
+        yield request.param if request.param == "triton" else require_kernels(request.param)
+
+
+@pytest.fixture(params=("reference", "cpu"))
+def native(request) -> str:
+    """Those that what surrounds the kernels is tested with; Triton's interpreter would take its time."""
     return require_kernels(request.param)
 
 

@@ -1,18 +1,19 @@
 """Inputs, calls and the checker that the tests of attention on graphs share."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import graph_attention_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from operator_checks import compare
+from operator_checks import compare, running
 from operator_checks import require as require_op
 
 import fastattn
 from fastattn.reference.attention import dropout_keep
 
-IMPLEMENTATIONS = ("reference", "cpu")
+IMPLEMENTATIONS = ("reference", "cpu", "triton")
 FORMS = tuple(oracle.TENSORS)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -22,8 +23,9 @@ def require(impl: str) -> str:
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
-def impl(request) -> str:
-    return require(request.param)
+def impl(request) -> Iterator[str]:
+    with running(request.param, "fastattn::graph_attention_forward") as name:
+        yield name
 
 
 @dataclass

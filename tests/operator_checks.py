@@ -32,6 +32,15 @@ def running(impl: str, op: str = "fastattn::attention_forward") -> Iterator[str]
         yield require(impl, op)
 
 
+# For what surrounds the kernels, or calls them so often that Triton's interpreter would take its time.
+NATIVE = pytest.mark.parametrize("impl", ("reference", "cpu"), indirect=True)
+
+
+def fewer(impl: str, all_of_them, interpreted):
+    """What a test goes through: in Triton's interpreter, which takes its time, less."""
+    return interpreted if impl == "triton" else all_of_them
+
+
 @pytest.fixture(autouse=True)
 def poisoned():
     """Memory that PyTorch hands out uninitialised holds NaN, so that reading it before writing shows."""

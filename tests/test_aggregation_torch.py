@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fastattn
 from fastattn import Graph
 
-impl, poisoned = aggregation_cases.impl, operator_checks.poisoned
+impl, poisoned = aggregation_cases.native, operator_checks.poisoned
 
 aggregate = fastattn.aggregate
 FORMS = ({}, {"weighted": True}, {"H": 2}, {"H": 2, "weight_heads": 1, "batch": (2,)})

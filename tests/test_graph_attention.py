@@ -7,6 +7,7 @@ import graph_attention_oracle as oracle
 import operator_checks
 import pytest
 import torch
+from attention_cases import choices
 from graph_attention_cases import DTYPES, FORMS, call, check, finite, make_case, require, same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -27,7 +28,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@choices(DTYPES, (torch.float64, torch.bfloat16))
 @pytest.mark.parametrize("form", FORMS)
 def test_options(impl, form, dtype):
     for options in OPTIONS.values():

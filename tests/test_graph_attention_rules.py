@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from graph_attention_cases import FORMS, call, check, finite, function_of, make_case, require, same
+from operator_checks import NATIVE
 
 import fastattn
 from fastattn.ops import _graph_attention_autograd as fused
@@ -231,6 +232,7 @@ def test_dropout_is_the_same_on_every_implementation():
 # --- derivatives and transforms -----------------------------------------------------------------------------
 
 
+@NATIVE
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("options", ({}, {"dropout_p": 0.4}, {"hidden": 0.3}), ids=str)
 def test_gradients_of_first_and_second_order(impl, form, options):
@@ -250,6 +252,7 @@ def test_gradients_of_first_and_second_order(impl, form, options):
     assert torch.autograd.gradgradcheck(run, tensors)
 
 
+@NATIVE
 def test_edge_softmax_derivatives(impl):
     graph = fastattn.Graph(torch.tensor([[0, 1, 2, 0, 1], [1, 1, 0, 1, 0]]), num_nodes=4)
     score = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)

@@ -7,15 +7,35 @@ from fastattn import _triton
 pytestmark = pytest.mark.skipif(_triton._missing is not None, reason=str(_triton._missing))
 
 
+def compiled(run_python, target, *families) -> list[dict[str, str]]:
+    chosen = [word for family in families for word in ("--family", family)]
+    done = run_python("-m", "fastattn.kernels", "--main", "--target", target, *chosen, TRITON_INTERPRET="0")
+    header, _, *lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()]
+    return [dict(zip(header, line, strict=True)) for line in lines]
+
+
 def test_the_main_configuration_compiles_for_hopper(run_python):
     """Within shared memory, on its matrix instruction, without spills and with loads of 128 bits."""
-    done = run_python("-m", "fastattn.kernels", "--main", "--target", "cuda:90", TRITON_INTERPRET="0")
-    header, _, *lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()]
-    rows = [dict(zip(header, line, strict=True)) for line in lines]
+    rows = compiled(run_python, "cuda:90", "attention")
     assert [row["kernel"] for row in rows] == ["forward", "grad_query", "grad_key_value"]
     for row in rows:
         assert int(row["shared bytes"]) <= 227 << 10 and int(row["spilled bytes"]) == 0, row
         assert row["matrix"] == "wgmma" and row["128-bit loads"] == "yes", row
+
+
+# Those that read features; the others, and the joins of few parts, read numbers.
+GATHERING = {"sum", "max", "dot", "forward", "grad_sources", "grad_gatv2_targets"}
+
+
+@pytest.mark.parametrize("target", ("cuda:90", "hip:gfx942"))
+def test_kernels_of_graphs_compile(run_python, target):
+    """No spills, and loads of 128 bits by whoever gathers features."""
+    rows = compiled(run_python, target, "aggregation", "graph attention")
+    assert {row["kernel"] for row in rows} >= GATHERING | {"join", "join_max", "join_sums", "delta"}
+    for row in rows:
+        assert row["target"] == target and int(row["spilled bytes"]) == 0, row
+        if row["kernel"] in GATHERING and "x 1, " not in row["tile, warps, stages"]:
+            assert row["128-bit loads"] == "yes", row
 
 
 def test_nothing_is_compiled_in_the_interpreter(run_python):

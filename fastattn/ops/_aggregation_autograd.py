@@ -8,6 +8,7 @@ derivative of any order is made of the same three kernels.
 import torch
 from torch import Tensor
 
+from fastattn import _triton
 from fastattn.graph import Compressed, transposed
 from fastattn.ops._common import (
     apply_function,
@@ -339,3 +340,4 @@ for _name, _op, _function in (
     ("edge_dot", dot_op, EdgeDot),
 ):
     register_autograd(_name, _op, _function, None, None, None)
+_triton.register(library, "aggregation", "aggregate_sum", "aggregate_max", "edge_dot")

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 
+from fastattn import _triton
 from fastattn.graph import Compressed, transposed
 from fastattn.ops._common import (
     call_op,
@@ -271,3 +272,6 @@ def _unfold(tensors, present, N: int, H: int, heads=(1, 2, 1)):
 register_autograd("graph_attention_forward", forward_op, GraphAttention, None, None, None)
 register_autograd("graph_attention_backward", backward_op, GraphAttentionBackward)
 register_autograd("edge_softmax_backward", softmax_backward_op, EdgeSoftmaxBackward)
+_triton.register(
+    library, "graph_attention", "graph_attention_forward", "graph_attention_backward", "edge_softmax_backward"
+)
