@@ -11,6 +11,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastattn import _choose, _triton
+from fastattn.ops import _attention_call
 
 
 def require(impl: str, op: str = "fastattn::attention_forward") -> str:
@@ -28,6 +29,8 @@ def running(impl: str, op: str = "fastattn::attention_forward") -> Iterator[str]
     """Inside, the implementation runs on the CPU: Triton's kernels in its interpreter, whoever calls ops."""
     if impl == "triton" and _triton.cannot_interpret():
         pytest.skip(_triton.cannot_interpret())  # no requirement; and on a GPU it is not interpreted
+    if impl == "triton":
+        _attention_call._common_dtypes.clear()  # calls that were seen to take the native kernel
     with _triton.interpreter() if impl == "triton" else nullcontext():
         yield require(impl, op)
 
