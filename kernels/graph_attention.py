@@ -327,9 +327,10 @@ def _softmax_grad(
         number = tl.load(perm + position, mask=there, other=0).to(tl.int64)
     at = number[:, None] * H + h
     mask = there[:, None] & (h < H)
-    change = tl.load(grad + at, mask=mask, other=0.0).to(WIDE)
-    change -= tl.load(delta + row * H + h, mask=mask, other=0.0)
-    change *= tl.load(attention + at, mask=mask, other=0.0).to(WIDE)
+    incoming = tl.load(grad + at, mask=mask, other=0.0).to(WIDE)
+    weight = tl.load(attention + at, mask=mask, other=0.0).to(WIDE)
+    change = weight * (incoming - tl.load(delta + row * H + h, mask=mask, other=0.0))
+    change = tl.where(weight == 1, incoming * 0, change)
     hidden = tl.load(score + at, mask=mask, other=0.0).to(WIDE) == -float("inf")
     change = tl.where(hidden, 0.0, change)
     tl.store(grad_score + at, change.to(grad_score.dtype.element_ty), mask=mask)
@@ -436,7 +437,10 @@ def _grad_sources(
             keep_scale_ = tl.full([], keep_scale, WIDE)
             kept = _dropped(weight, word1[:, None], word2[:, None], number, threshold, keep_scale_)
             grad = _dropped(grad, word1[:, None], word2[:, None], number, threshold, keep_scale_)
-        grad = weight * (grad - tl.load(delta + node * H + h[:, None], mask=there, other=0.0)) * bend
+        lead = grad - tl.load(delta + node * H + h[:, None], mask=there, other=0.0)
+        # The weight of a row's only edge is 1 whatever its score; grad and delta then differ by rounding.
+        lead = tl.where(weight == 1, grad * 0, lead)
+        grad = weight * lead * bend
         grad = tl.where(visible, grad, 0.0)
         tl.store(grad_score + number * H + h[:, None], grad, mask=there & is_first[:, None])
         of_alpha += grad
