@@ -10,6 +10,9 @@ namespace fastattn {
 // Rows [query, query + L) of queries and [key, key + S) of keys of a batch.
 struct Sequence {
   int64_t query, key, L, S;
+  // Where keys and values do not lie in one piece: key j is row j % page_size of the batch pages[j /
+  // page_size].
+  const int64_t* pages = nullptr;
 };
 
 struct AttentionParams {
@@ -17,14 +20,17 @@ struct AttentionParams {
   // One for each b, which attends within it; null: all L rows and S keys. Batches then may be one and the
   // same memory (stride[0] == 0: packed sequences), and there are no mask and no key_padding.
   const Sequence* sequences;
-  View query;        // (B, H, L, D)
-  View key;          // (B, Hkv, S, D)
-  View value;        // (B, Hkv, S, Dv)
-  View mask;         // (B, H, L, S), broadcast dimensions have stride 0; boolean (true = attend) or
-                     // additive of the query's dtype or f32; -inf hides
-  View key_padding;  // (B, S) boolean, true = attend
-  View alibi;        // (B, H) f32 slopes; f64 beside f64 queries
-  View sinks;        // (H,) of the query's dtype or f32
+  const int64_t* pages;  // of the only sequence; as there
+  int64_t page_size;
+  int64_t num_splits;  // tasks that the keys of a head are dealt to, at most; 0 = any. Changes no result
+  View query;          // (B, H, L, D)
+  View key;            // (B, Hkv, S, D)
+  View value;          // (B, Hkv, S, Dv)
+  View mask;           // (B, H, L, S), broadcast dimensions have stride 0; boolean (true = attend) or
+                       // additive of the query's dtype or f32; -inf hides
+  View key_padding;    // (B, S) boolean, true = attend
+  View alibi;          // (B, H) f32 slopes; f64 beside f64 queries
+  View sinks;          // (H,) of the query's dtype or f32
   double scale;
   double softcap;        // 0 = off
   int64_t window_left;   // keys visible left of the diagonal, -1 = unlimited

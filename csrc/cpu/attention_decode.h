@@ -8,10 +8,12 @@ namespace fastattn::FASTATTN_ISA {
 namespace {
 
 constexpr int64_t kDecodeRows = 8;
-constexpr int64_t kAhead = 16;  // rows to prefetch ahead: each is read once, from memory
+// Keys that are computed with while the next ones are on their way from memory, where each is read once. They
+// stay in the first-level cache for all rows of a group.
+constexpr int64_t kStrip = 16;
 template <class T>
 inline bool has_few_rows(const Problem<T>& problem) {
-  return problem.group * problem.p.L <= kDecodeRows && !problem.has_dropout();
+  return problem.group * problem.p.L <= min(kDecodeRows, kTile<T>) && !problem.has_dropout();
 }
 
 template <class T>
@@ -53,19 +55,22 @@ inline void take_decode(const Problem<T>& problem, int64_t b, int64_t hk, Arena&
   }
 }
 
-// Calls f(rows, stride) with keys [begin, end) of one head as rows `padded` long, in place or converted.
+// Calls f(rows) with keys [begin, end) of one head as pointers to rows `padded` long, in place or converted.
 template <class S, class F, class T>
 FASTATTN_INLINE void with_rows_of(const Problem<T>& problem, const View& view, int64_t columns, int64_t b,
                                   int64_t hk, int64_t begin, int64_t end, int64_t padded, A<T>* scratch,
                                   F&& f) {
   const S* rows[kBlock];
   const bool null = key_rows<S>(problem, view, columns, b, hk, begin, end, rows);
-  if (!null && view.stride[3] == 1 && columns == padded) return f(rows[0], view.stride[2]);
-  for (int64_t j = 0; j < end - begin; ++j)
+  if (!null && view.stride[3] == 1 && columns == padded) return f(rows);
+  const A<T>* converted[kBlock];
+  for (int64_t j = 0; j < end - begin; ++j) {
+    converted[j] = scratch + j * padded;
     for (int64_t d = 0; d < padded; d += N<T>)
       store(scratch + j * padded + d,
             rows[j] ? load_row<A<T>>(rows[j] + d * view.stride[3], view.stride[3], columns - d) : V<T>{});
-  f(static_cast<const A<T>*>(scratch), padded);
+  }
+  f(converted);
 }
 template <class F, class T>
 FASTATTN_INLINE void with_rows(const Problem<T>& problem, const View& view, int64_t columns, int64_t b,
@@ -106,14 +111,41 @@ FASTATTN_INLINE V<T> mask_row(const Problem<T>& problem, const Tile<T>& tile, in
   return bias;
 }
 
+template <class Row>
+FASTATTN_INLINE void prefetch_row(const Row* row, int64_t columns) {
+  for (int64_t d = 0; d < columns; d += 64 / int64_t(sizeof(Row))) __builtin_prefetch(row + d);
+}
+// The first keys of a block that comes next.
+template <class T>
+inline void prefetch_strip(const Problem<T>& problem, const View& view, int64_t columns, int64_t b,
+                           int64_t hk, int64_t begin, int64_t end) {
+  with_dtype_beside<T>(view.dtype, [&]<class S>(S) {
+    for (int64_t j = begin; j < min(begin + kStrip, end);) {
+      const S* row = static_cast<const S*>(view.data) + problem.key_offset(view, b, hk, j);
+      for (const int64_t piece = min(min(begin + kStrip, end), problem.piece_end(j)); j < piece; ++j) {
+        prefetch_row(row, columns);
+        row += view.stride[2];
+      }
+    }
+  });
+}
+// f(first, count) for the strips of a block, each while the next one is fetched.
+template <class Row, class F>
+FASTATTN_INLINE void for_each_strip(const Row* const* rows, int64_t columns, int64_t keys, F&& f) {
+  for (int64_t first = 0; first < keys; first += kStrip) {
+    for (int64_t j = first + kStrip; j < min(first + 2 * kStrip, keys); ++j) prefetch_row(rows[j], columns);
+    f(first, min(kStrip, keys - first));
+  }
+}
+
 // scores[R rows][keys] = query . key: R rows and N / R keys at a time, whose N sums are reduced together.
 template <class T, int R, class Row>
-inline void score_rows(const A<T>* query, int64_t columns, const Row* key, int64_t stride, int64_t keys,
+inline void score_rows(const A<T>* query, int64_t columns, const Row* const* key, int64_t keys,
                        A<T>* scores) {
   constexpr int K = N<T> / R;
   for (int64_t j = 0; j < keys; j += K) {
     const Row* row[K];
-    for (int k = 0; k < K; ++k) row[k] = key + min(j + k, keys - 1) * stride;
+    for (int k = 0; k < K; ++k) row[k] = key[min(j + k, keys - 1)];
     V<T> acc[N<T>];
 #pragma GCC unroll 16
     for (int i = 0; i < N<T>; ++i) acc[i] = V<T>{};
@@ -124,7 +156,6 @@ inline void score_rows(const A<T>* query, int64_t columns, const Row* key, int64
 #pragma GCC unroll 16
       for (int k = 0; k < K; ++k) {
         V<T> y = load_wide(row[k] + d);
-        __builtin_prefetch(row[k] + kAhead * stride + d);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) acc[r * K + k] += x[r] * y;
       }
@@ -134,20 +165,17 @@ inline void score_rows(const A<T>* query, int64_t columns, const Row* key, int64
       std::memcpy(scores + r * kBlock + j, reinterpret_cast<const A<T>*>(&sums) + r * K, K * sizeof(A<T>));
   }
 }
+// Of `keys` keys, from score `first` of the block on.
 template <class T, class Row>
-inline void decode_scores(const Decode<T>& decode, const Row* key, int64_t stride, int64_t keys) {
-  int r = 0;
-  const int rows = decode.tile.count;
+inline void decode_scores(const Decode<T>& decode, const Row* const* key, int64_t first, int64_t keys) {
+  const A<T>* query = decode.query;
+  A<T>* scores = decode.scores + first;
+  int rows = decode.tile.count;
+  auto take = [&](int count) { query += count * decode.columns, scores += count * kBlock, rows -= count; };
   if constexpr (N<T> >= 4)
-    for (; r + 4 <= rows; r += 4)
-      score_rows<T, 4>(decode.query + r * decode.columns, decode.columns, key, stride, keys,
-                       decode.scores + r * kBlock);
-  for (; r + 2 <= rows; r += 2)
-    score_rows<T, 2>(decode.query + r * decode.columns, decode.columns, key, stride, keys,
-                     decode.scores + r * kBlock);
-  if (r < rows)
-    score_rows<T, 1>(decode.query + r * decode.columns, decode.columns, key, stride, keys,
-                     decode.scores + r * kBlock);
+    for (; rows >= 4; take(4)) score_rows<T, 4>(query, decode.columns, key, keys, scores);
+  for (; rows >= 2; take(2)) score_rows<T, 2>(query, decode.columns, key, keys, scores);
+  if (rows > 0) score_rows<T, 1>(query, decode.columns, key, keys, scores);
 }
 
 // From q.k to log2 units with hidden scores, and those behind the last key, at -inf.
@@ -177,22 +205,20 @@ inline void decode_transform(const Problem<T>& problem, Decode<T>& decode, int64
     }
 }
 
-// out[rows][columns_v] += weights[rows][keys] value[keys][columns_v], R rows and C vectors at a time.
+// out[rows][columns_v] += weights[rows][keys] value[keys][columns_v], R rows and C vectors from column `at`
+// on.
 template <class T, int R, int C, class Row>
-FASTATTN_INLINE void add_columns(const A<T>* weights, const Row* value, int64_t stride, int64_t keys,
+FASTATTN_INLINE void add_columns(const A<T>* weights, const Row* const* value, int64_t at, int64_t keys,
                                  A<T>* out, int64_t out_stride) {
   V<T> acc[R][C];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) acc[r][c] = load(out + r * out_stride + c * N<T>);
+    for (int c = 0; c < C; ++c) acc[r][c] = load(out + r * out_stride + at + c * N<T>);
   for (int64_t j = 0; j < keys; ++j) {
     V<T> x[C];
 #pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) {
-      x[c] = load_wide(value + j * stride + c * N<T>);
-      __builtin_prefetch(value + (j + kAhead) * stride + c * N<T>);
-    }
+    for (int c = 0; c < C; ++c) x[c] = load_wide(value[j] + at + c * N<T>);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -201,26 +227,46 @@ FASTATTN_INLINE void add_columns(const A<T>* weights, const Row* value, int64_t 
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) store(out + r * out_stride + c * N<T>, acc[r][c]);
+    for (int c = 0; c < C; ++c) store(out + r * out_stride + at + c * N<T>, acc[r][c]);
 }
 template <int R, class T, class Row>
-inline void add_rows(const Decode<T>& decode, int first, const Row* value, int64_t stride, int64_t keys) {
-  const A<T>* weights = decode.scores + first * kBlock;
-  A<T>* out = decode.out + first * decode.columns_v;
+inline void add_rows(const A<T>* weights, const Row* const* value, int64_t keys, A<T>* out, int64_t columns) {
+  // As many accumulators as the registers hold beside the operands.
+  constexpr int C = kVectorRegisters == 32 || R < 3 ? 4 : 2;
   int64_t d = 0;
-  for (; d + 4 * N<T> <= decode.columns_v; d += 4 * N<T>)
-    add_columns<T, R, 4>(weights, value + d, stride, keys, out + d, decode.columns_v);
-  for (; d + 2 * N<T> <= decode.columns_v; d += 2 * N<T>)
-    add_columns<T, R, 2>(weights, value + d, stride, keys, out + d, decode.columns_v);
-  if (d < decode.columns_v) add_columns<T, R, 1>(weights, value + d, stride, keys, out + d, decode.columns_v);
+  for (; d + C * N<T> <= columns; d += C * N<T>) add_columns<T, R, C>(weights, value, d, keys, out, columns);
+  if (d + 2 * N<T> <= columns) {
+    add_columns<T, R, 2>(weights, value, d, keys, out, columns);
+    d += 2 * N<T>;
+  }
+  if (d < columns) add_columns<T, R, 1>(weights, value, d, keys, out, columns);
+}
+// Of `keys` keys, from weight `first` of the block on.
+template <class T, class Row>
+inline void decode_values(const Decode<T>& decode, const Row* const* value, int64_t first, int64_t keys) {
+  const A<T>* weights = decode.scores + first;
+  A<T>* out = decode.out;
+  int rows = decode.tile.count;
+  for (; rows >= 4; rows -= 4) {
+    add_rows<4, T>(weights, value, keys, out, decode.columns_v);
+    weights += 4 * kBlock, out += 4 * decode.columns_v;
+  }
+  if (rows == 3) add_rows<3, T>(weights, value, keys, out, decode.columns_v);
+  if (rows == 2) add_rows<2, T>(weights, value, keys, out, decode.columns_v);
+  if (rows == 1) add_rows<1, T>(weights, value, keys, out, decode.columns_v);
 }
 
+// Keys [begin, end) of those up to `last`.
 template <class T>
-inline void decode_block(const Problem<T>& problem, Decode<T>& decode, int64_t hk, int64_t begin,
-                         int64_t end) {
-  const int64_t keys = end - begin;
-  with_rows(problem, problem.p.key, problem.p.D, decode.tile.b, hk, begin, end, decode.columns, decode.key,
-            [&](auto* key, int64_t stride) { decode_scores(decode, key, stride, keys); });
+inline void decode_block(const Problem<T>& problem, Decode<T>& decode, int64_t hk, int64_t begin, int64_t end,
+                         int64_t last) {
+  const AttentionParams& p = problem.p;
+  const int64_t keys = end - begin, b = decode.tile.b;
+  with_rows(problem, p.key, p.D, b, hk, begin, end, decode.columns, decode.key, [&](auto* key) {
+    for_each_strip(key, decode.columns, keys,
+                   [&](int64_t first, int64_t count) { decode_scores(decode, key + first, first, count); });
+  });
+  prefetch_strip(problem, p.value, p.Dv, b, hk, begin, end);
   decode_transform(problem, decode, begin, keys);
   for (int r = 0; r < decode.tile.count; ++r) {
     A<T>* row = decode.scores + r * kBlock;
@@ -245,24 +291,12 @@ inline void decode_block(const Problem<T>& problem, Decode<T>& decode, int64_t h
     }
     decode.sum[r] += reduce_add<A<T>>(sum);
   }
-  with_rows(problem, problem.p.value, problem.p.Dv, decode.tile.b, hk, begin, end, decode.columns_v,
-            decode.value, [&](auto* value, int64_t stride) {
-              int r = 0;
-              for (; r + 4 <= decode.tile.count; r += 4) add_rows<4>(decode, r, value, stride, keys);
-              switch (decode.tile.count - r) {
-                case 3:
-                  add_rows<3>(decode, r, value, stride, keys);
-                  break;
-                case 2:
-                  add_rows<2>(decode, r, value, stride, keys);
-                  break;
-                case 1:
-                  add_rows<1>(decode, r, value, stride, keys);
-                  break;
-                default:
-                  break;
-              }
-            });
+  with_rows(problem, p.value, p.Dv, b, hk, begin, end, decode.columns_v, decode.value, [&](auto* value) {
+    for_each_strip(value, decode.columns_v, keys, [&](int64_t first, int64_t count) {
+      if (first + count == keys) prefetch_strip(problem, p.key, p.D, b, hk, end, last);
+      decode_values(decode, value + first, first, count);
+    });
+  });
 }
 
 template <class T>
@@ -305,7 +339,7 @@ inline void decode_head(const Problem<T>& problem, int64_t b, int64_t hk, int64_
     last = min(last, problem.key_begin + (split + 1) * keys);
   }
   for (int64_t begin = first; begin < last; begin += kBlock)
-    decode_block(problem, decode, hk, begin, min(begin + kBlock, last));
+    decode_block(problem, decode, hk, begin, min(begin + kBlock, last), last);
   if (splits == 1) return finish_decode(problem, decode);
   for (int r = 0; r < decode.tile.count; ++r, partial += decode_size(problem)) {
     partial[0] = decode.reference[r];

@@ -87,6 +87,7 @@ template <class T>
 struct ForwardPlan {
   bool few_rows;
   int64_t splits, begin, keys;  // split s has the keys [begin + s * keys, begin + (s + 1) * keys)
+  int64_t deals;                // tasks that the splits are dealt to
   int64_t rows_v;
   int64_t size;      // of a partial result: of a tile reference, sum, out^T; of few rows see decode_size
   int64_t per_task;  // tiles
@@ -109,7 +110,8 @@ struct ForwardPlan {
       tasks_per_head = (problem.tiles + per_task - 1) / per_task;
     }
     const int64_t units = heads * (few_rows ? 1 : problem.tiles);
-    tasks = p.L ? heads * tasks_per_head * splits : 0;
+    deals = p.num_splits > 0 ? min(p.num_splits, splits) : splits;
+    tasks = p.L ? heads * tasks_per_head * deals : 0;
     merges = splits > 1 ? units : 0;
     memory = splits > 1 ? units * splits * size : 0;
   }
@@ -199,16 +201,20 @@ inline void merge_tile(const Problem<T>& problem, int64_t b, int64_t hk, int64_t
 template <class T>
 inline void forward_task(const Problem<T>& problem, const ForwardPlan<T>& plan, int64_t task, A<T>* partial) {
   const AttentionParams& p = problem.p;
-  const int64_t split = task % plan.splits, unit = task / plan.splits;
-  if (plan.few_rows)
-    return decode_head(problem, unit / p.Hkv, unit % p.Hkv, plan.splits, split,
-                       partial + (plan.splits > 1 ? task * plan.size : 0));
+  const int64_t deal = task % plan.deals, unit = task / plan.deals;
   // The last tiles first: under a causal mask they are the longest.
   const int64_t head = unit / plan.tasks_per_head,
                 part = plan.tasks_per_head - 1 - unit % plan.tasks_per_head;
   const int64_t first = part * plan.per_task, count = min(plan.per_task, problem.tiles - first);
-  const int64_t at = plan.splits > 1 ? (head * problem.tiles + first) * plan.splits + split : 0;
-  forward_tiles(problem, head / p.Hkv, head % p.Hkv, first, count, plan, split, partial + at * plan.size);
+  const int64_t units = plan.few_rows ? head : head * problem.tiles + first;
+  for (int64_t split = deal * plan.splits / plan.deals; split < (deal + 1) * plan.splits / plan.deals;
+       ++split) {
+    A<T>* to = partial + (plan.splits > 1 ? (units * plan.splits + split) * plan.size : 0);
+    if (plan.few_rows)
+      decode_head(problem, head / p.Hkv, head % p.Hkv, plan.splits, split, to);
+    else
+      forward_tiles(problem, head / p.Hkv, head % p.Hkv, first, count, plan, split, to);
+  }
 }
 template <class T>
 inline void merge_task(const Problem<T>& problem, const ForwardPlan<T>& plan, int64_t task,

@@ -183,27 +183,28 @@ template <class S, class T>
 inline bool key_rows(const Problem<T>& problem, const View& view, int64_t columns, int64_t b, int64_t hk,
                      int64_t begin, int64_t end, const S** rows) {
   bool any = false;
-  for (int64_t j = begin; j < end; ++j) {
-    const S* row = nullptr;
-    if (j >= problem.key_begin && j < problem.key_end) {
-      row = static_cast<const S*>(view.data) + offset(view, b, hk, j);
-      if (problem.masked && !row_is_finite(row, view.stride[3], columns) && !problem.key_is_seen(b, hk, j))
-        row = nullptr;
+  for (int64_t j = begin; j < end;) {
+    const S* row = static_cast<const S*>(view.data) + problem.key_offset(view, b, hk, j);
+    for (const int64_t piece = min(end, problem.piece_end(j)); j < piece; ++j, row += view.stride[2]) {
+      const bool visible = j >= problem.key_begin && j < problem.key_end;
+      const bool hidden = !visible || (problem.masked && !row_is_finite(row, view.stride[3], columns) &&
+                                       !problem.key_is_seen(b, hk, j));
+      rows[j - begin] = hidden ? nullptr : row;
+      // Plain clips tiles to the band exactly, so that keys outside it are not touched.
+      any |= hidden && (kPairs<T> || visible);
     }
-    rows[j - begin] = row;
-    // Plain clips tiles to the band exactly, so that keys outside it are not touched.
-    any |= !row && (kPairs<T> || (j >= problem.key_begin && j < problem.key_end));
   }
   return any;
 }
 
-// [keys, X] as the A operand: in place where it can be read as it lies, else copied and padded with zeros.
+// [keys, X] as the A operand: in place where it can be read as it lies, in one piece from `first` on, else
+// (`first` is null) copied and padded with zeros.
 template <class S, class T>
 inline Straight<T> straight(const View& view, const S* first, int64_t columns, int64_t padded, const S** rows,
-                            int64_t count, bool has_null, E<T>* scratch) {
+                            int64_t count, E<T>* scratch) {
   if constexpr (kSame<S, E<T>>) {
     bool fits = count % kKeyStep<T> == 0 && columns == padded && view.stride[3] == 1;
-    if (fits && !has_null) return {first, view.stride[2]};
+    if (fits && first) return {first, view.stride[2]};
   }
   int64_t filled = round_up(count, kKeyStep<T>);
   for (int64_t j = 0; j < filled; ++j) {
@@ -259,15 +260,19 @@ inline KeyBlock<T> make_block_of(const Problem<T>& problem, int64_t b, int64_t h
   const S* rows[kBlock];
   const int64_t count = end - begin;
   KeyBlock<T> block{begin, end, {}, {}, {}, {}};
-  bool null = key_rows<S>(problem, p.key, p.D, b, hk, begin, end, rows);
-  const S* first = static_cast<const S*>(p.key.data) + offset(p.key, b, hk, begin);
-  block.key = straight<S, T>(p.key, first, p.D, problem.depth, rows, count, null, scratch.key);
+  const bool in_pieces = problem.piece_end(begin) < end;
+  auto first_row = [&](const View& view, int64_t columns) -> const S* {
+    const bool null = key_rows<S>(problem, view, columns, b, hk, begin, end, rows);
+    if (null || in_pieces) return nullptr;
+    return static_cast<const S*>(view.data) + problem.key_offset(view, b, hk, begin);
+  };
+  const S* first = first_row(p.key, p.D);
+  block.key = straight<S, T>(p.key, first, p.D, problem.depth, rows, count, scratch.key);
   if (use == Use::backward) block.key_t = sideways<S, T>(p.key, p.D, rows, count, block.key, scratch.key_t);
   if (use == Use::scores) return block;
-  null = key_rows<S>(problem, p.value, p.Dv, b, hk, begin, end, rows);
-  first = static_cast<const S*>(p.value.data) + offset(p.value, b, hk, begin);
+  first = first_row(p.value, p.Dv);
   if (scratch.value)
-    block.value = straight<S, T>(p.value, first, p.Dv, problem.depth_v, rows, count, null, scratch.value);
+    block.value = straight<S, T>(p.value, first, p.Dv, problem.depth_v, rows, count, scratch.value);
   if (use == Use::forward)
     block.value_t = sideways<S, T>(p.value, p.Dv, rows, count, block.value, scratch.value_t);
   return block;

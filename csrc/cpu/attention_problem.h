@@ -118,6 +118,13 @@ struct Problem {
     keep_scale = p.dropout_p < 1 ? A<T>(1 / (1 - p.dropout_p)) : A<T>(0);
   }
   bool has_dropout() const { return p.dropout_p > 0; }
+  // Where key j of a (B, Hkv, S, X) tensor begins, and the end of the piece of memory, in steps of stride[2],
+  // that it is in.
+  int64_t key_offset(const View& view, int64_t b, int64_t hk, int64_t j) const {
+    if (!p.pages) return offset(view, b, hk, j);
+    return offset(view, p.pages[j / p.page_size], hk, j % p.page_size);
+  }
+  int64_t piece_end(int64_t j) const { return p.pages ? (j / p.page_size + 1) * p.page_size : p.S; }
   // Keys [lo, hi) that the band leaves to query i; lo >= hi where it leaves none.
   void band(int64_t i, int64_t& lo, int64_t& hi) const {
     int64_t diagonal = i + shift;

@@ -19,9 +19,10 @@ inline void select_sequence(AttentionParams& p, int64_t b) {
   const Sequence s = p.sequences[b];
   p.seed += uint64_t(offset(p.lse, b, 0, s.query)) * kRowStep;
   for (View* view : {&p.query, &p.out, &p.lse}) move_to(*view, b, s.query);
-  for (View* view : {&p.key, &p.value}) move_to(*view, b, s.key);
+  if (!s.pages)
+    for (View* view : {&p.key, &p.value}) move_to(*view, b, s.key);
   move_to(p.alibi, b, 0);
-  p.B = 1, p.L = s.L, p.S = s.S, p.sequences = nullptr;
+  p.B = 1, p.L = s.L, p.S = s.S, p.pages = s.pages, p.sequences = nullptr;
 }
 inline void select_sequence(AttentionGradParams& p, int64_t b) {
   const Sequence s = p.sequences[b];

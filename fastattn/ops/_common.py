@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._C import (
     _are_functorch_transforms_active,
+    _dispatch_keys,
     _get_tracing_state,
     _len_torch_dispatch_stack,
 )
@@ -19,7 +20,8 @@ from fastattn._choose import KERNEL_DTYPES
 from fastattn.reference._common import wide_dtype
 
 __all__ = [
-    "CPU_KEYS", "apply_function", "autocast_dtype", "call_op", "check_dense", "check_flags", "is_watched",
+    "CPU_KEYS", "apply_function", "autocast_dtype", "call_op", "check_dense", "check_flags", "is_plain",
+    "is_watched",
     "library", "logical_dim", "logical_size", "map_each", "needs_function", "number", "register_autograd",
     "wide_dtype",
 ]  # fmt: skip
@@ -38,6 +40,20 @@ def is_watched() -> bool:
         or _get_tracing_state() is not None
         or _profiler_enabled()
     )
+
+
+def _plain_keys() -> frozenset[int]:
+    with torch.inference_mode():
+        inference = torch.empty(0, device="cpu")
+    return frozenset(_dispatch_keys(t).raw_repr() for t in (torch.empty(0, device="cpu"), inference))
+
+
+_PLAIN_KEYS = _plain_keys()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether this is a dense CPU tensor and nothing more, so that the dispatcher has nothing to do."""
+    return _dispatch_keys(tensor).raw_repr() in _PLAIN_KEYS
 
 
 def call_op(op, *args):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._C import _dispatch_keys, _is_any_autocast_enabled
+from torch._C import _is_any_autocast_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
@@ -14,6 +14,7 @@ from fastattn.ops._common import (
     CPU_KEYS,
     apply_function,
     call_op,
+    is_plain,
     is_watched,
     needs_function,
     wide_dtype,
@@ -37,16 +38,6 @@ _step_in_place_on_cpu = step_op_._handle.redispatch_boxed
 # The dtypes of plain steps that need no choice any more, with that of their state: none until the CPU library
 # was found.
 _plain_dtypes: dict[torch.dtype, torch.dtype] = {}
-
-
-def _plain_keys() -> frozenset[int]:
-    """What _dispatch_keys says of dense CPU tensors that are memory and nothing more."""
-    with torch.inference_mode():
-        inference = torch.empty(0, device="cpu")
-    return frozenset(_dispatch_keys(t).raw_repr() for t in (torch.empty(0, device="cpu"), inference))
-
-
-_PLAIN_KEYS = _plain_keys()
 
 
 def linear_attention(
@@ -231,17 +222,17 @@ def linear_attention_step(
             and kv.shape == (*shape, value_shape[2])
             and feature_map in reference.FEATURE_MAPS
             and 0.0 <= eps < math.inf
-            and _dispatch_keys(query).raw_repr() in _PLAIN_KEYS
-            and _dispatch_keys(key).raw_repr() in _PLAIN_KEYS
-            and _dispatch_keys(value).raw_repr() in _PLAIN_KEYS
-            and _dispatch_keys(kv).raw_repr() in _PLAIN_KEYS
-            and _dispatch_keys(z).raw_repr() in _PLAIN_KEYS
+            and is_plain(query)
+            and is_plain(key)
+            and is_plain(value)
+            and is_plain(kv)
+            and is_plain(z)
             and (
                 decay is None
                 or (
                     decay.dtype in (dtype, wide)
                     and (decay.shape == shape[:2] or decay.shape == shape[1:2])
-                    and _dispatch_keys(decay).raw_repr() in _PLAIN_KEYS
+                    and is_plain(decay)
                 )
             )
             and not (

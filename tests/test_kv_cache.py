@@ -1,0 +1,225 @@
+"""Attention over a cache against the float64 oracle: options, sizes, dtypes, layouts, pages, splits."""
+
+import math
+
+import kv_cache_cases
+import operator_checks
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kv_cache_cases import OP, call, check, make_case
+from operator_checks import LAYOUTS, require
+
+import fastattn
+
+poisoned, impl = operator_checks.poisoned, kv_cache_cases.impl
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+OPTIONS = {
+    "decode": {},
+    "many heads of a group": {"H": 12, "Hkv": 1},
+    "prompt": {"L": 13, "lengths": (0, 0)},
+    "chunk of a prompt": {"L": 13, "lengths": (5, 0, 30)},
+    "read only": {"L": 3, "T": 0},
+    "more queries than new tokens": {"L": 5, "T": 2},
+    "fewer queries than new tokens": {"L": 2, "T": 7},
+    "fewer keys than queries": {"L": 20, "T": 1},
+    "not causal": {"L": 5, "is_causal": False},
+    "window": {"L": 5, "window_size": (3, 1), "is_causal": False},
+    "window, causal": {"L": 7, "window_size": (4, -1)},
+    "decode in a window": {"window_size": (3, 0)},
+    "window of itself": {"L": 4, "window_size": (0, 0)},
+    "softcap": {"softcap": 1.5},
+    "scale": {"scale": -0.7},
+    "alibi": {"alibi": "h"},
+    "alibi per sequence": {"alibi": "bh", "L": 4},
+    "sinks": {"sinks": True, "L": 12, "T": 1},
+    "head dims": {"D": 5, "Dv": 11},
+    "splits": {"num_splits": 3},
+    "everything": {
+        "L": 4, "T": 3, "D": 10, "Dv": 6, "window_size": (6, -1), "softcap": 2.0, "scale": 0.4, "alibi": "bh",
+        "sinks": True, "num_splits": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("page_size", (None, 4))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(impl, name, dtype, page_size):
+    case = make_case(**({"dtype": dtype, "page_size": page_size} | OPTIONS[name]))
+    check(call(case, impl), case)
+
+
+@pytest.mark.parametrize("page_size", (None, 1, 3, 16, 64, 128, 131))
+@pytest.mark.parametrize("L", (1, 2, 40))
+def test_lengths_around_the_blocks(impl, L, page_size):
+    lengths = (0, 1, 15, 16, 17, 63, 64, 127, 128, 129, 255, 300)
+    case = make_case(lengths, H=2, Hkv=1, L=L, page_size=page_size)
+    check(call(case, impl), case)
+
+
+@pytest.mark.parametrize("lengths, H, Hkv, L, T, D, Dv", [
+    ((), 2, 1, 1, 1, 4, 4), ((3, 0), 0, 0, 1, 1, 4, 4), ((3, 0), 2, 1, 0, 2, 4, 4),
+    ((3, 0), 2, 1, 2, 0, 4, 0), ((0, 0), 2, 2, 3, 0, 4, 5), ((2, 1), 2, 2, 3, 1, 0, 5),
+])  # fmt: skip
+@pytest.mark.parametrize("page_size", (None, 2))
+def test_empty_tensors(impl, lengths, H, Hkv, L, T, D, Dv, page_size):
+    case = make_case(lengths, H, Hkv, L, T, D, Dv, page_size=page_size)
+    results = call(case, impl)
+    assert results["out"].shape == (len(lengths), H, L, Dv) and results["lse"].shape == (len(lengths), H, L)
+    if D > 0 and H > 0:
+        check(results, case)
+
+
+@pytest.mark.parametrize("page_size", (None, 4))
+def test_a_cache_without_room_or_pages(impl, page_size):
+    """Nothing is there to be read, and nothing is."""
+    case = make_case((0, 0), L=2, T=0, room=0, page_size=page_size, sinks=True)
+    results = call(case, impl)
+    assert (results["out"] == 0).all()
+    torch.testing.assert_close(results["lse"], case.sinks.view(1, -1, 1).expand(2, -1, 2))
+
+
+@pytest.mark.parametrize("index_dtype", (torch.int32, torch.int64), ids=str)
+def test_index_dtypes(impl, index_dtype):
+    case = make_case(L=3, page_size=4, index_dtype=index_dtype)
+    check(call(case, impl), case)
+    case.block_table = case.block_table.repeat_interleave(2, 1)[:, ::2]
+    case.cache_seqlens = case.cache_seqlens.repeat_interleave(2)[::2]
+    check(call(case, impl), case)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("L", (1, 20))
+@pytest.mark.parametrize("page_size", (None, 4))
+def test_layouts(impl, layout, L, page_size):
+    case = make_case(L=L, page_size=page_size, alibi="bh", sinks=True)
+    expected = call(case, impl)
+    for name in ("query", "key_cache", "value_cache", "key", "value", "alibi_slopes", "sinks"):
+        given = getattr(case, name)
+        if given.dim() == 1 and layout != "sliced":
+            continue
+        arguments = {n: getattr(case, n).clone() for n in ("key_cache", "value_cache")}
+        arguments[name] = LAYOUTS[layout](arguments.get(name, given))
+        out, lse = fastattn.attention_with_kv_cache(
+            **(case.arguments() | arguments), return_lse=True, impl=impl
+        )
+        results = {"out": out, "lse": lse, **{n: arguments[n] for n in ("key_cache", "value_cache")}}
+        for n, result in results.items():
+            torch.testing.assert_close(result, expected[n], equal_nan=True, msg=f"{n} with {layout} {name}")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_calls(impl, data):
+    draw = lambda strategy: data.draw(strategy)  # noqa: E731
+    Hkv = draw(st.sampled_from((1, 2, 3)))
+    case = make_case(
+        tuple(draw(st.lists(st.integers(0, 40), min_size=1, max_size=4))),
+        H=Hkv * draw(st.sampled_from((1, 2, 4))), Hkv=Hkv,
+        L=draw(st.integers(1, 20)), T=draw(st.integers(0, 20)),
+        D=draw(st.sampled_from((1, 4, 8, 17))), Dv=draw(st.sampled_from((1, 8, 9))),
+        dtype=draw(st.sampled_from(DTYPES)), page_size=draw(st.sampled_from((None, 1, 2, 5, 16))),
+        alibi=draw(st.sampled_from((None, "h", "bh"))), sinks=draw(st.booleans()),
+        seed=draw(st.integers(0, 9)),
+        is_causal=draw(st.booleans()), softcap=draw(st.sampled_from((0.0, 1.5))),
+        window_size=draw(st.sampled_from(((-1, -1), (3, -1), (7, 0), (0, 4), (-1, 2)))),
+        num_splits=draw(st.integers(0, 5)),
+    )  # fmt: skip
+    check(call(case, impl), case)
+
+
+# What never changes a result
+
+
+LONG = (3000, 511, 1025, 1)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("L", (1, 3, 17))
+def test_splits_pages_and_threads_change_no_bit(L, dtype):
+    impl = require("cpu", OP)
+    options = {"H": 8, "Hkv": 2, "L": L, "D": 32, "dtype": dtype}
+    expected = call(make_case(LONG, **options), impl)
+    threads = torch.get_num_threads()
+    for page_size in (None, 1, 48, 64, 512, 4096):
+        for num_splits in (0, 1, 2, 3, 100):
+            case = make_case(LONG, page_size=page_size, num_splits=num_splits, **options)
+            try:
+                torch.set_num_threads(1 + num_splits % 3)
+                result = call(case, impl)
+            finally:
+                torch.set_num_threads(threads)
+            for name in ("out", "lse"):
+                assert torch.equal(result[name], expected[name]), (page_size, num_splits, name)
+
+
+def test_long_sequences_are_exact():
+    impl = require("cpu", OP)
+    for L in (1, 20):
+        case = make_case((3000, 511), H=2, Hkv=1, L=L, D=16)
+        check(call(case, impl), case)
+
+
+def test_a_prompt_in_chunks_is_the_whole_prompt(impl):
+    """Appended in pieces of any size, and asked again at the end: as attention over the whole."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 4, 50, 8), torch.randn(2, 2, 50, 8), torch.randn(2, 2, 50, 8)
+    expected = fastattn.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    cache = [torch.full((2, 2, 60, 8), math.nan) for _ in range(2)]
+    lengths = torch.zeros(2, dtype=torch.int32)
+    for piece in ((0, 1), (1, 20), (20, 21), (21, 50)):
+        part = slice(*piece)
+        out = fastattn.attention_with_kv_cache(
+            query[:, :, part], *cache, key[:, :, part], value[:, :, part], cache_seqlens=lengths, impl=impl
+        )
+        torch.testing.assert_close(out, expected[:, :, part])
+        lengths += piece[1] - piece[0]
+    out = fastattn.attention_with_kv_cache(query, *cache, cache_seqlens=lengths, impl=impl)
+    torch.testing.assert_close(out, expected)
+
+
+def test_sequences_share_pages_that_are_only_read(impl):
+    """A common prefix of two full pages, then a page of each sequence."""
+    case = make_case((8, 8), page_size=4, L=2)
+    common = case.block_table[0, :2]
+    case.block_table[1, :2] = common
+    case.tokens[1] = torch.cat([case.tokens[0][:, :8], case.tokens[1][:, 8:]], 1)
+    case.values[1] = torch.cat([case.values[0][:, :8], case.values[1][:, 8:]], 1)
+    check(call(case, impl), case)
+
+
+def test_keys_and_values_may_alternate_in_one_buffer(impl):
+    case = make_case((5, 7), page_size=4, L=2, D=8, Dv=6)
+    expected = call(case, impl)
+    for joined in (
+        lambda k, v: (lambda b: (b[..., :8], b[..., 8:]))(torch.cat([k, v], -1)),
+        lambda k, v: torch.stack([k, torch.nn.functional.pad(v, (0, 2))], 1).unbind(1),
+        lambda k, v: torch.stack([k, torch.nn.functional.pad(v, (0, 2))]).unbind(0),
+    ):
+        key_cache, value_cache = joined(case.key_cache, case.value_cache)
+        out = fastattn.attention_with_kv_cache(
+            **(case.arguments() | {"key_cache": key_cache, "value_cache": value_cache[..., :6]}), impl=impl
+        )
+        torch.testing.assert_close(out, expected["out"])
+
+
+def test_a_visible_nan_is_not_hidden(impl):
+    case = make_case((5, 7), L=1)
+    case.key_cache[0, 0, 2, 1] = math.nan
+    out = call(case, impl)["out"]
+    assert out[0, :2].isnan().all() and out[0, 2:].isfinite().all() and out[1].isfinite().all()
+
+
+def test_every_instruction_set(isa, run_python):
+    """Few rows and many, of every dtype: vectors differ in how many lanes a tile has."""
+    program = "import sys; sys.path.insert(0, 'tests'); import torch; from kv_cache_cases import *\n"
+    program += "for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):\n"
+    program += "    for H, L in ((2, 1), (6, 1), (4, 3), (8, 2), (4, 20)):\n"
+    program += "        case = make_case((40, 0, 9), H, 2, L, dtype=dtype, page_size=4)\n"
+    program += "        check(call(case, 'cpu'), case)\n"
+    run_python("-c", program, FASTATTN_CPU_ISA=isa)
