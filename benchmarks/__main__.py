@@ -20,8 +20,8 @@ from .runner import CaseResult, paired, roof_name, summarize
 
 # Modules of this package with a table of cases each (cases.py says what is in one).
 TABLES = (
-    "attention", "varlen_attention", "linear_attention", "generation", "aggregation", "graph_attention",
-    "transformers",
+    "attention", "varlen_attention", "kv_cache", "linear_attention", "generation", "aggregation",
+    "graph_attention", "transformers",
 )  # fmt: skip
 
 PAIRS, QUICK_PAIRS = 15, 5

@@ -3,7 +3,7 @@
 "fp32" and "bf16" are register-only multiply-add loops of the native library (csrc/cpu/roof.cpp), "bf16_tile"
 the same for matrix tiles where the processor has them. A processor that cannot multiply bf16 widens it: its
 roof is that of fp32. Without the native library a 1024^3 fp32 torch.matmul stands in, which is another roof.
-"copy" is a copy between two buffers larger than the private caches, read + write.
+"copy" is a copy between two buffers larger than the private caches, read + write; "read" is a sum over one.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from fastattn import _native
 
 from .runner import time_calls
 
-KINDS = ("fp32", "bf16", "bf16_tile", "copy")
+KINDS = ("fp32", "bf16", "bf16_tile", "copy", "read")
 COPY_BYTES = 128 << 20
 MATMUL_SIZE = 1024
 # One call has to be long beside the start of the threads, which takes milliseconds where cores are shared.
@@ -27,12 +27,12 @@ CALL_SECONDS = 20e-3
 class Roof:
     kind: str
     source: str
-    work: float  # operations, or bytes for "copy", of one call
+    work: float  # operations, or bytes for "copy" and "read", of one call
     call: Callable[[], object]
 
     @property
     def unit(self) -> str:
-        return "GB/s" if self.kind == "copy" else "GFLOP/s"
+        return "GB/s" if self.kind in ("copy", "read") else "GFLOP/s"
 
 
 def _register_loop(kind: str, loop: str) -> Roof | None:
@@ -67,9 +67,16 @@ def _copy() -> Roof:
     return Roof("copy", f"copy of {COPY_BYTES >> 20} MiB", 2 * COPY_BYTES, lambda: target.copy_(source))
 
 
+def _read() -> Roof:
+    source = torch.ones(COPY_BYTES // 4)
+    return Roof("read", f"sum over {COPY_BYTES >> 20} MiB", COPY_BYTES, source.sum)
+
+
 def _find(kind: str) -> Roof | None:
     if kind == "copy":
         return _copy()
+    if kind == "read":
+        return _read()
     if kind == "bf16_tile":
         return _register_loop(kind, kind)
     return _register_loop(kind, kind) or _register_loop(kind, "fp32") or _matmul(kind)
