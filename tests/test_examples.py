@@ -249,3 +249,96 @@ def test_digits_stop_at_the_time_limit():
     options = script.parse([*TINY_GRAPH, "--time-limit", "0", "--kinds", "GCN"])
     report, _ = script.run("GCN", script.Digits(options), options, 0.0)
     assert report["epochs"] == 1
+
+
+# Serving
+
+SERVE = ROOT / "examples" / "serve_gpt.py"
+TINY_SERVE = ["--steps", "3", "--length", "96", "--batch", "2", "--d-model", "16", "--heads", "2"]
+TINY_SERVE += [
+    "--layers",
+    "2",
+    "--generate",
+    "20",
+    "--beams",
+    "3",
+    "--rounds",
+    "1",
+    "--held-out-windows",
+    "2",
+]
+
+
+def test_both_caches_serve_the_same_bytes_in_every_way(tmp_path):
+    done = run("--out", "written", cwd=tmp_path, demo=SERVE, settings=TINY_SERVE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "written" / "serve_gpt.json").read_text())
+    assert set(report["ways"]) == {"greedy", "temperature 0.7", "top-k 10", "top-p 0.9", "3 beams"}
+    for found in report["ways"].values():
+        assert found["same_tokens"] == 1 and found["speed_ratio"] > 0
+        assert set(found["tokens_per_second"]) == {"torch", "fastattn"}
+    text = (tmp_path / "written" / "served.txt").read_text()
+    assert text.count("--- greedy") == 8 and "The statement |" in text
+    assert "tokens per second" in done.stdout
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    script = load(SERVE)
+    options = script.parse(TINY_SERVE)
+    torch.manual_seed(0)
+    model = script.LanguageModel(options.length, 16, 2, 2).eval()
+    return script, model, [b"The ", b"A class ", b"x"]
+
+
+@torch.no_grad()
+def by_prefix(model, prompt, count):
+    """Greedy, the whole prefix again for every byte."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(model(torch.tensor([tokens]))[0, -1].argmax().item())
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("kind", ("torch", "fastattn"))
+def test_served_bytes_are_those_of_the_whole_prefix(server, kind):
+    script, model, prompts = server
+    chosen = script.generate(model, prompts, 12, script.Sampler(), kind)
+    assert chosen.tolist() == [by_prefix(model, prompt, 12) for prompt in prompts]
+    assert torch.equal(chosen, script.beam_search(model, prompts, 12, 1, kind))
+
+
+@torch.no_grad()
+def test_beams_are_likelier_than_greedy_bytes(server):
+    script, model, prompts = server
+
+    def likelihood(prompt, continuation):
+        tokens = torch.tensor([list(prompt) + continuation])
+        gain = model(tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])
+        return gain[0, len(prompt) - 1 :].sum().item()
+
+    beams = script.beam_search(model, prompts, 6, 8, "fastattn").tolist()
+    for prompt, beam in zip(prompts, beams, strict=True):
+        assert likelihood(prompt, beam) >= likelihood(prompt, by_prefix(model, prompt, 6)) - 1e-4
+
+
+def test_samplers_keep_what_they_say(server):
+    script = server[0]
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]])
+    softmax = logits.softmax(-1)
+    torch.testing.assert_close(script.Sampler(1.0).probabilities(logits), softmax)
+    assert script.Sampler()(logits).tolist() == [1]
+    assert (script.Sampler(1.0, top_k=2).probabilities(logits) > 0).tolist() == [[False, True, True, False]]
+    # The likeliest has 0.64, the first two 0.88.
+    for top_p, kept in ((0.1, 1), (0.6, 1), (0.7, 2), (0.87, 2), (0.9, 3), (1.0, 4)):
+        assert (script.Sampler(1.0, top_p=top_p).probabilities(logits) > 0).sum() == kept
+    draws = [script.Sampler(1.0, seed=1)(logits.expand(50, 4)).tolist() for _ in range(2)]
+    assert draws[0] == draws[1] and len(set(draws[0])) > 1
+
+
+@pytest.mark.parametrize("wrong", ("--generate 90", "--beams 0", "--rounds 0", "--steps 0"))
+def test_serving_refuses_settings_before_it_trains(server, wrong, capsys):
+    with pytest.raises(SystemExit):
+        server[0].parse([*TINY_SERVE, *wrong.split()])
+    assert "must be at least" in capsys.readouterr().err
