@@ -625,7 +625,9 @@ def graph_attention_forward(score: str, *args) -> tuple[Tensor, Tensor, Tensor]:
         "part_stats": edges.empty_parts(2, H, dtype=call.wide),
         "part_out": edges.empty_parts(H, C, dtype=call.wide),
     }
-    tile, _ = call.tile(4)
+    tile, tiles = call.tile(4)
+    if tiles > 1:  # the score loops over all of them, which takes registers of its own
+        tile, _ = call.tile(2)
     tiles = max(-(-C // tile.CHANNELS), 1)
     results = {"out": out, "stats": stats}
     edges.launch_rows(
