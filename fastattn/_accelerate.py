@@ -45,7 +45,7 @@ class accelerate(TorchFunctionMode):
     mode, ``torch.jit.trace`` and code that watches operators (``TorchDispatchMode``) get PyTorch's. With
     ``torch.utils.checkpoint``, the backward pass has to be in the block as the forward pass is.
 
-    Every call of a torch function inside the block takes about one microsecond longer, which is the price of
+    Every call of a torch function inside the block takes a few microseconds longer, which is the price of
     looking at it; :func:`fastattn.replace_attention` and ``fastattn.integrations.transformers`` have none.
 
     As a decorator, ``@fastattn.accelerate()``, it covers each call of the function.
