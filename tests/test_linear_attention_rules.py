@@ -122,10 +122,11 @@ def test_infinite_values_stay_infinite(impl):
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for options, later in (
             (CAUSAL, slice(5, 200)),
-            ({}, slice(0, 200)),
+            ({"D": 5, "Dv": 3, **CAUSAL}, slice(5, 200)),  # padded to whole vectors inside
+            ({"D": 5}, slice(0, 200)),
             ({"decay": "token", **CAUSAL}, slice(5, 9)),
         ):
-            case = make_case(1, 2, L=200, D=8, dtype=dtype, **options)
+            case = make_case(1, 2, L=200, dtype=dtype, **options)
             expected = call(case, impl, only=())
             for value in (math.inf, -math.inf):
                 case.value[0, 1, 5, 2] = value
@@ -137,6 +138,18 @@ def test_infinite_values_stay_infinite(impl):
                 assert torch.equal(changed["out"], expected["out"])
                 if "decay" not in options:
                     assert (changed["kv"][0, 1, :, 2] == value).all()
+
+
+def test_infinite_gradients_stay_infinite(impl):
+    """Those of the values are positive weights times infinity, chunks behind, and of one channel only."""
+    for dtype in (torch.float32, torch.bfloat16):
+        case = make_case(1, 2, L=200, D=5, Dv=3, dtype=dtype, **CAUSAL)
+        expected = call(case, impl, only=("value",))["grad_value"]
+        case.grad_out[0, 1, 190, 2] = math.inf
+        grad = call(case, impl, only=("value",))["grad_value"]
+        assert (grad[0, 1, :191, 2] == math.inf).all()
+        grad[0, 1, :, 2] = expected[0, 1, :, 2]
+        assert torch.equal(grad, expected)
 
 
 def test_isolation_of_earlier_rows_from_later_tokens(impl):

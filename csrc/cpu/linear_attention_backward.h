@@ -24,8 +24,8 @@ inline void backward(const LinearAttentionGradParams& p, const Parallel& paralle
   const Buffer<double> decay_sums(p.grad_decay.data && p.decay_per_head ? key_items * kinds : 0);
 
   // States between segments, where there are any.
-  const SegmentStates<T> before(keys, heads, kinds, problem.dv, problem.d, problem.d);
-  const SegmentStates<T> behind(queries, heads, kinds, problem.d, problem.dv, problem.d);
+  const SegmentStates<T> before(keys, heads, kinds, problem.state_shape(true));
+  const SegmentStates<T> behind(queries, heads, kinds, problem.state_shape(false));
   if (!before.empty()) {
     for_each_item<T>(parallel, key_items + query_items, [&](int64_t task, Arena& arena) {
       const bool of_keys = task < key_items;
@@ -93,7 +93,7 @@ inline void backward(const LinearAttentionGradParams& p, const Parallel& paralle
     for_each_item<T>(parallel, key_items, [&](int64_t task, Arena& arena) {
       const int64_t s = task / heads, hk = task % heads, tokens = keys[s].end - keys[s].begin;
       const int64_t chunks = (tokens + problem.chunk - 1) / problem.chunk;
-      const Buffer<A<T>> states(chunks * kinds * problem.state_size(problem.dv, problem.d));
+      const Buffer<A<T>> states(chunks * kinds * problem.state_shape(true).size());
       const Buffer<A<T>> flows(kinds * tokens);
       const Flow<T> flow{states.data(), flows.data()};
       grad_queries(s, hk, arena, &flow);

@@ -135,19 +135,32 @@ inline void finish_weights(const Weights<T>& weights, int64_t rows, const Decay<
 // kv [X, Z] of tokens x and z, and behind it the sum of rows of one of them.
 template <class T>
 struct State {
+  StateShape<T> shape;
   Matrix<T> kv;
   A<T>* z;
-  int64_t size;  // elements from kv.natural on
-  bool zero;     // nothing has been added yet
+  bool zero;  // nothing has been added yet
 
-  void take(Arena& arena, int64_t rows, int64_t columns, int64_t z_columns, int forms) {
-    kv = take_matrix<T>(arena, rows, columns, forms, false, true, z_columns);
-    z = kv.natural + kv.rows * round_up(kv.columns, kPanel<T>);
-    size = z + z_columns - kv.natural;
+  void take(Arena& arena, const StateShape<T>& of, int forms) {
+    shape = of;
+    kv = take_matrix<T>(arena, of.rows, of.columns, forms, false, true, of.z_columns);
+    z = kv.natural + of.size() - of.z_columns;
   }
   void clear() {
-    std::memset(kv.natural, 0, size_t(size) * sizeof(A<T>));
+    std::memset(kv.natural, 0, size_t(shape.size()) * sizeof(A<T>));
     zero = true;
+  }
+  // The padding of an operand is 0, that of a product need not be: 0 * inf is NaN, and the next product would
+  // add it to everything.
+  void clear_padding() {
+    const V<T> nothing{};
+    for (int64_t c = 0; c < shape.columns; c += N<T>)
+      for (int64_t r = shape.used_rows; r < shape.rows; ++r) store(at<T>(kv.natural, kv.rows, r, c), nothing);
+    const int64_t first = round_down(shape.used_columns, N<T>);
+    for (int64_t c = first; c < shape.columns; c += N<T>)
+      for (int64_t r = 0; r < shape.used_rows; ++r) {
+        A<T>* x = at<T>(kv.natural, kv.rows, r, c);
+        store(x, lane_index<T>() < Int<A<T>>(shape.used_columns - c) ? load(x) : nothing);
+      }
   }
 };
 
@@ -167,6 +180,7 @@ inline void update_state(State<T>& state, const Matrix<T>& y, const Matrix<T>& z
   if (state.zero) carry = A<T>(0);
   state.zero = false;
   Format<T>::multiply(y.columns, z.columns, &term, 1, Part::all, carry, state.kv.natural, state.kv.rows);
+  state.clear_padding();
 }
 
 }  // namespace

@@ -73,17 +73,17 @@ class Walk {
   }
 
  protected:
-  // x [chunk, dx], y [chunk, dx], z [chunk, dz]
-  Walk(const Problem<T>& problem, Arena& arena, int64_t dx, int64_t dz, bool keep_z)
+  // x and y [chunk, state.rows], z [chunk, state.columns]
+  Walk(const Problem<T>& problem, Arena& arena, const StateShape<T>& state, bool keep_z)
       : problem_(problem), p_(problem.p), keep_z_(keep_z) {
     decay_.take(arena, problem);
-    y_ = take_matrix<T>(arena, problem.chunk, dx, kRightT | kLeftT, decay_.on);
-    z_ = take_matrix<T>(arena, problem.chunk, dz, kRight);
+    y_ = take_matrix<T>(arena, problem.chunk, state.rows, kRightT | kLeftT, decay_.on);
+    z_ = take_matrix<T>(arena, problem.chunk, state.columns, kRight);
     weights_.take(arena, problem);
-    result_ = arena.take<A<T>>(problem.chunk * round_up(dz, kPanel<T>));
+    result_ = arena.take<A<T>>(problem.chunk * round_up(state.columns, kPanel<T>));
     kinds = problem.kinds();
     states = arena.take<State<T>>(kinds);
-    for (int64_t k = 0; k < kinds; ++k) states[k].take(arena, dx, dz, problem.d, kRight);
+    for (int64_t k = 0; k < kinds; ++k) states[k].take(arena, state, kRight);
   }
   // Terms of x S.
   int through_state(const Matrix<T>& x, const State<T>& state, bool ordered, Term<T>* terms) const {
@@ -111,7 +111,7 @@ class Forward : public Walk<T, Forward<T>> {
   using Base::kinds, Base::states;
 
   Forward(const Problem<T>& problem, Arena& arena)
-      : Base(problem, arena, problem.d, problem.dv, problem.p.normalize || problem.p.final_z.data) {
+      : Base(problem, arena, problem.state_shape(false), problem.p.normalize || problem.p.final_z.data) {
     query_ = take_matrix<T>(arena, problem.chunk, problem.d, kLeft);
     sums_ = arena.take<V<T>>(problem.chunk);
     den_ = arena.take<A<T>>(problem.chunk);
@@ -206,7 +206,7 @@ inline void forward(const LinearAttentionParams& p, const Parallel& parallel) {
   const std::vector<Segment>&keys = segments.keys, &queries = segments.queries;
   const int64_t heads = p.Hkv, kinds = problem.kinds();
   // States between segments, where there are any.
-  const SegmentStates<T> states(keys, heads, kinds, problem.d, problem.dv, problem.d);
+  const SegmentStates<T> states(keys, heads, kinds, problem.state_shape(false));
   auto add_initial = [&](int64_t n, int64_t hk, int64_t kind, State<T>& state) {
     if (p.initial_z.data) add_state(p, p.initial_kv, p.initial_z, n, hk * problem.group + kind, false, state);
   };

@@ -25,8 +25,7 @@ class KeyGrad {
     scale_ = arena.take<A<T>>(chunk);
     kinds = problem.kinds();
     states = arena.take<State<T>>(kinds);
-    for (int64_t k = 0; k < kinds; ++k)
-      states[k].take(arena, problem.d, problem.dv, problem.d, kRight | kRightT);
+    for (int64_t k = 0; k < kinds; ++k) states[k].take(arena, problem.state_shape(false), kRight | kRightT);
     has_z_ = p.normalize || p.grad_z.data;
     if (!p.grad_decay.data) return;
     grad_weights_.take(arena, problem);
@@ -181,7 +180,7 @@ class KeyGrad {
   void grad_decay(const Segment& s, int64_t h, int64_t begin, int64_t count, const State<T>& state,
                   const Flow<T>& flow, double* sums) {
     const int64_t kind = kinds > 1 ? h % problem_.group : 0, first = begin - s.begin;
-    const int64_t size = problem_.state_size(problem_.dv, problem_.d);
+    const int64_t size = problem_.state_shape(true).size();
     const A<T>* before = flow.states + (first / problem_.chunk * kinds + kind) * size;
     const A<T>* queries = flow.queries + kind * (s.end - s.begin) + first;
     double across = 0;

@@ -62,6 +62,13 @@ struct Segments {
   std::vector<Segment> keys, queries;
 };
 
+// A state phi(k) v^T [rows, columns], as padded and as used, and z behind it.
+template <class T>
+struct StateShape {
+  int64_t rows, columns, used_rows, used_columns, z_columns;
+  int64_t size() const { return rows * round_up(columns, kPanel<T>) + z_columns; }
+};
+
 template <class T>
 struct Problem {
   // A shorter chunk needs fewer products within it, and reads and writes the state more often, which narrow
@@ -83,8 +90,9 @@ struct Problem {
   // States of one key/value head: one per query head of its group, or one for all of them where neither decay
   // nor an initial state tells them apart.
   int64_t kinds() const { return p.decay.data || p.initial_z.data ? group : 1; }
-  // Elements of a state [rows, columns] in panels and of z behind it.
-  int64_t state_size(int64_t rows, int64_t columns) const { return rows * round_up(columns, kPanel<T>) + d; }
+  StateShape<T> state_shape(bool transposed) const {
+    return transposed ? StateShape<T>{dv, d, p.Dv, p.D, d} : StateShape<T>{d, dv, p.D, p.Dv, d};
+  }
   // The tokens of all sequences, cut into segments for as many threads as there are. One segment takes the
   // state of the one before, which costs as much again as its share of the state: sequences are cut only
   // where they are too few to occupy the threads.

@@ -15,7 +15,7 @@ class QueryGrad : public Walk<T, QueryGrad<T>> {
   using Base::kinds, Base::states;
 
   QueryGrad(const Problem<T>& problem, const LinearAttentionGradParams& p, Arena& arena)
-      : Base(problem, arena, problem.dv, problem.d, p.normalize || p.grad_z.data),
+      : Base(problem, arena, problem.state_shape(true), p.normalize || p.grad_z.data),
         p_(p),
         grad_(problem, p, arena, kLeft) {
     if (p.grad_decay.data) query_ = take_matrix<T>(arena, problem.chunk, problem.d, 0);
@@ -71,7 +71,7 @@ class QueryGrad : public Walk<T, QueryGrad<T>> {
   }
   void follow(const Segment& s, int64_t h, int64_t begin, int64_t count, const State<T>& state) {
     const int64_t kind = kinds > 1 ? h % problem_.group : 0, tokens = s.end - s.begin;
-    const int64_t at_token = begin - s.begin, size = states[0].size;
+    const int64_t at_token = begin - s.begin, size = states[0].shape.size();
     std::memcpy(flow_.states + (at_token / problem_.chunk * kinds + kind) * size, state.kv.natural,
                 size_t(size) * sizeof(A<T>));
     Rows<T> queries(p_.query, s.b, h, begin, count, p_.D);

@@ -43,15 +43,13 @@ inline void write_state(const LinearAttentionParams& p, const State<T>& state, c
 template <class T>
 class SegmentStates {
  public:
-  SegmentStates(const std::vector<Segment>& segments, int64_t heads, int64_t kinds, int64_t rows,
-                int64_t columns, int64_t z_columns)
+  SegmentStates(const std::vector<Segment>& segments, int64_t heads, int64_t kinds,
+                const StateShape<T>& shape)
       : segments_(segments),
         heads_(heads),
         kinds_(kinds),
-        rows_(rows),
-        columns_(columns),
-        z_columns_(z_columns),
-        size_(rows * round_up(columns, kPanel<T>) + z_columns),
+        shape_(shape),
+        size_(shape.size()),
         slots_(numbered(segments)),
         data_(slots_.back() * heads * kinds * (size_ + 1)) {}
 
@@ -76,7 +74,7 @@ class SegmentStates {
       Arena& arena = thread_arena();
       Arena::Scope scope(arena);
       State<T> running;
-      running.take(arena, rows_, columns_, z_columns_, 0);
+      running.take(arena, shape_, 0);
       const int64_t head = task / kinds_, kind = task % kinds_, count = int64_t(segments_.size());
       int64_t first = 0;
       for (int64_t i = 0; i < count; ++i) {
@@ -117,7 +115,9 @@ class SegmentStates {
     return std::lower_bound(segments_.begin(), segments_.end(), n, before) - segments_.begin();
   }
   const std::vector<Segment>& segments_;
-  int64_t heads_, kinds_, rows_, columns_, z_columns_, size_;
+  int64_t heads_, kinds_;
+  StateShape<T> shape_;
+  int64_t size_;
   std::vector<int64_t> slots_;
   Buffer<A<T>> data_;
 };
