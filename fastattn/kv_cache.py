@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from fastattn._choose import KERNEL_DTYPES
+from fastattn.ops._common import integer
 from fastattn.ops.kv_cache import attention_with_kv_cache
 
 __all__ = ["KVCache"]
+
+# A tensor made in inference mode could not be written to outside of it, and a cache is.
+_outlives_inference_mode = torch.inference_mode(False)
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in KERNEL_DTYPES:
+        raise ValueError(f"dtype must be float32, float64, bfloat16 or float16, got {dtype}")
+
+
+def _integers(name: str, given: Iterable) -> list[int]:
+    given = given.tolist() if isinstance(given, Tensor) else given
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{name} must be integers, got {given!r}")
+    return [integer(name, n, -math.inf) for n in given]
 
 
 class KVCache:
@@ -35,8 +53,12 @@ class KVCache:
             until one of them writes.
         dtype, device: of keys and values; by default torch's.
 
-    Nothing here has a gradient. The object can be pickled, copied by ``copy.deepcopy`` and moved by
-    :meth:`to`.
+    Nothing here has a gradient, and it does not matter in which inference mode a cache is made and used. The
+    object can be pickled, copied by ``copy.deepcopy`` and moved by :meth:`to`.
+
+    Raises:
+        ValueError: a size, index, length or dtype outside its range. TypeError: a float, a boolean or
+            something else in place of an integer.
 
     Example:
         >>> cache = fastattn.KVCache(2, 4, 64, page_size=16)
@@ -47,6 +69,7 @@ class KVCache:
         tensor([100,  70], dtype=torch.int32)
     """
 
+    @_outlives_inference_mode
     def __init__(
         self,
         batch_size: int,
@@ -62,16 +85,13 @@ class KVCache:
     ):
         value_dim = head_dim if value_dim is None else value_dim
         sizes = {"batch_size": batch_size, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
-        for name, given, least in (
-            *((name, given, 0) for name, given in sizes.items()),
-            ("layers", layers, 1),
-            *((("max_length", max_length, 1),) if max_length is not None else ()),
-            *((("page_size", page_size, 1),) if page_size is not None else ()),
-        ):
-            if not isinstance(given, int) or isinstance(given, bool) or given < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {given!r}")
+        batch_size, kv_heads, head_dim, value_dim = (integer(*size) for size in sizes.items())
+        layers = integer("layers", layers, 1)
+        max_length = None if max_length is None else integer("max_length", max_length, 1)
+        page_size = None if page_size is None else integer("page_size", page_size, 1)
         if max_length is None and page_size is None:
             raise ValueError("max_length may only be None with page_size: a cache without pages cannot grow")
+        _check_dtype(torch.get_default_dtype() if dtype is None else dtype)
         self.max_length = max_length
         self.page_size = max_length if page_size is None else page_size
         # Of each layer (pages, Hkv, page size, D or Dv).
@@ -130,6 +150,8 @@ class KVCache:
     def sequence(self, index: int, layer: int = 0) -> tuple[Tensor, Tensor]:
         """Copies of one sequence's keys (Hkv, length, D) and values (Hkv, length, Dv)."""
         self._check_layer(layer)
+        if not 0 <= integer("index", index, -math.inf) < self.batch_size:
+            raise ValueError(f"index must be from 0 to {self.batch_size - 1}, got {index}")
         length = self._lengths[layer][index]
         pages = self._pages[index]
         return tuple(
@@ -168,14 +190,13 @@ class KVCache:
         )  # fmt: skip
         if new > 0:
             self._lengths[layer] = [n + new for n in self._lengths[layer]]
-            self._seqlens[layer].add_(new)
+            self._seqlens[layer] = self._seqlens[layer] + new
         return result
 
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
         """Keeps the first tokens of each sequence: (B,), or one number for all."""
-        if isinstance(lengths, Tensor):
-            lengths = lengths.tolist()
-        lengths = [lengths] * self.batch_size if isinstance(lengths, int) else list(lengths)
+        one = lengths.dim() == 0 if isinstance(lengths, Tensor) else not isinstance(lengths, Iterable)
+        lengths = _integers("lengths", [lengths] * self.batch_size if one else lengths)
         held = self.lengths.tolist()
         if len(lengths) != len(held) or not all(
             0 <= n <= most for n, most in zip(lengths, held, strict=True)
@@ -193,15 +214,16 @@ class KVCache:
         self._pages = [[] for _ in self._pages]
         self._set_lengths([[0] * self.batch_size for _ in range(self.layers)])
 
+    @_outlives_inference_mode
     def reorder(self, index: Sequence[int] | Tensor) -> None:
         """Sequence n becomes what sequence ``index[n]`` was: the beams that survive, sequences that go on.
 
         ``index`` may name a sequence several times, or not at all, and may be shorter or longer than the
         batch. Nothing is copied before one of several twins is written to.
         """
-        index = index.tolist() if isinstance(index, Tensor) else list(index)
+        index = _integers("index", index)
         for n in index:
-            if not isinstance(n, int) or not 0 <= n < self.batch_size:
+            if not 0 <= n < self.batch_size:
                 raise ValueError(f"index must name sequences from 0 to {self.batch_size - 1}, got {index}")
         pages = [list(self._pages[n]) for n in index]
         for page in (page for of_sequence in pages for page in of_sequence):
@@ -211,9 +233,12 @@ class KVCache:
         self._table = self._table[index]
         self._set_lengths([[of_layer[n] for n in index] for of_layer in self._lengths])
 
+    @_outlives_inference_mode
     def to(self, *args, **kwargs) -> KVCache:
         """A copy with keys and values as by ``Tensor.to``."""
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype is not None:
+            _check_dtype(dtype)
         other = copy.deepcopy(self)
         for pool in (other._keys, other._values):
             pool[:] = [t.to(device=device, dtype=dtype, non_blocking=non_blocking) for t in pool]
@@ -221,10 +246,17 @@ class KVCache:
         other._seqlens = [t.to(device=device) for t in other._seqlens]
         return other
 
+    @_outlives_inference_mode
+    def __deepcopy__(self, memo: dict) -> KVCache:
+        other = memo[id(self)] = object.__new__(type(self))
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return other
+
     def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.layers:
+        if not 0 <= integer("layer", layer, -math.inf) < self.layers:
             raise ValueError(f"layer must be from 0 to {self.layers - 1}, got {layer}")
 
+    @_outlives_inference_mode
     def _set_lengths(self, lengths: list[list[int]]) -> None:
         self._lengths = lengths
         self._seqlens = [torch.tensor(n, dtype=torch.int32, device=self._table.device) for n in lengths]
@@ -268,10 +300,14 @@ class KVCache:
         return other
 
     def _set_page(self, sequence: int, at: int, page: int) -> None:
-        columns = self._table.shape[1]
-        if at >= columns:
-            self._table = torch.nn.functional.pad(self._table, (0, max(at + 1 - columns, columns)), value=-1)
+        if at >= self._table.shape[1]:
+            self._widen_table(at + 1)
         self._table[sequence, at] = page
+
+    @_outlives_inference_mode
+    def _widen_table(self, columns: int) -> None:
+        held = self._table.shape[1]
+        self._table = torch.nn.functional.pad(self._table, (0, max(columns - held, held)), value=-1)
 
     def _take(self) -> int:
         if not self._free:
@@ -280,6 +316,7 @@ class KVCache:
         self._uses[page] = 1
         return page
 
+    @_outlives_inference_mode
     def _grow(self, more: int) -> None:
         """More pages; never more than all sequences can use."""
         pages = self.num_pages
@@ -288,8 +325,10 @@ class KVCache:
             more = max(1, min(more, most - pages))
         for pool in (self._keys, self._values):
             for layer, cache in enumerate(pool):
+                if len(cache) >= pages + more:  # from an attempt that memory did not suffice for
+                    continue
                 pool[layer] = cache.new_empty((pages + more, *cache.shape[1:]))
-                pool[layer][:pages] = cache
+                pool[layer][:pages] = cache[:pages]
         self._uses += [0] * more
         self._free += reversed(range(pages, pages + more))
 

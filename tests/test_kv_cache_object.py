@@ -1,15 +1,19 @@
 """KVCache: random programs of append, truncate and reorder against plain lists of tensors; and its errors."""
 
 import copy
+import itertools
 import math
 import pickle
 
+import numpy as np
 import operator_checks
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kv_cache_cases import OP
+from operator_checks import require
 
 import fastattn
 from fastattn import KVCache
@@ -190,19 +194,76 @@ def test_torch_save(tmp_path):
     assert torch.equal(loaded.sequence(1)[0], cache.sequence(1)[0])
 
 
-@pytest.mark.parametrize("arguments, options, message", [
-    ((-1, 1, 4, 8), {}, "batch_size must be an integer of at least 0, got -1"),
-    ((1, 1.5, 4, 8), {}, "kv_heads must be an integer"),
-    ((1, 1, True, 8), {}, "head_dim must be an integer"),
-    ((1, 1, 4, 0), {}, "max_length must be an integer of at least 1, got 0"),
-    ((1, 1, 4), {}, "max_length may only be None with page_size"),
-    ((1, 1, 4), {"page_size": 0}, "page_size must be an integer of at least 1"),
-    ((1, 1, 4, 8), {"layers": 0}, "layers must be an integer of at least 1"),
-    ((1, 1, 4, 8), {"value_dim": "a"}, "value_dim must be an integer"),
+@pytest.mark.parametrize("page_size", (None, 4))
+@pytest.mark.parametrize("impl", ("cpu", "reference"))
+def test_inference_mode_may_begin_and_end_at_any_time(impl, page_size):
+    """What one mode made, every other may write to."""
+    require(impl, OP)
+    new = torch.randn(3, 1, 5, 4)
+    modes = (torch.inference_mode, torch.no_grad, torch.enable_grad)
+    for first, second in itertools.product(modes, modes):
+        with first():
+            cache = KVCache(2, 1, 4, 24, page_size=page_size)
+            cache.attend(*(new[:2],) * 3, impl=impl)
+            cache.truncate([5, 2])
+            cache.reorder([0, 1, 0])
+            cache = copy.deepcopy(cache)
+        with second():
+            cache.attend(*(new,) * 3, impl=impl)
+            cache.reset()
+            cache.attend(*(new,) * 3, impl=impl)
+            cache.attend(*(new,) * 3, impl=impl)
+        with first():
+            cache.attend(*(new,) * 3, impl=impl)
+        assert cache.lengths.tolist() == cache.arguments()["cache_seqlens"].tolist() == [15] * 3
+        assert torch.equal(cache.sequence(1)[0], new[1].repeat(1, 3, 1))
+
+
+def test_a_growth_that_failed_can_be_repeated(monkeypatch):
+    cache = KVCache(1, 1, 4, layers=2, page_size=4)
+    new = [torch.randn(1, 1, 10, 4) for _ in range(3)]
+    empty, calls = torch.Tensor.new_empty, []
+
+    def fail_once(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise MemoryError
+        return empty(*arguments)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", fail_once)
+    with pytest.raises(MemoryError):
+        cache.attend(*new)
+    for layer in range(2):
+        cache.attend(*new, layer=layer)
+    assert cache.lengths.tolist() == [10] and torch.equal(cache.sequence(0, 1)[1], new[2][0])
+
+
+@pytest.mark.parametrize("arguments, options, error, message", [
+    ((-1, 1, 4, 8), {}, ValueError, "batch_size must be an integer of at least 0, got -1"),
+    ((1, 1.5, 4, 8), {}, TypeError, "kv_heads must be an integer, got 1.5"),
+    ((1, 1, True, 8), {}, TypeError, "head_dim must be an integer, got True"),
+    ((1, 1, 4, 0), {}, ValueError, "max_length must be an integer of at least 1, got 0"),
+    ((1, 1, 4), {}, ValueError, "max_length may only be None with page_size"),
+    ((1, 1, 4), {"page_size": 0}, ValueError, "page_size must be an integer of at least 1"),
+    ((1, 1, 4, 8), {"layers": 0}, ValueError, "layers must be an integer of at least 1"),
+    ((1, 1, 4, 8), {"value_dim": "a"}, TypeError, "value_dim must be an integer, got 'a'"),
+    ((1, 1, 4, 8), {"dtype": torch.int64}, ValueError, "dtype must be float32, .*, got torch.int64"),
 ])  # fmt: skip
-def test_impossible_caches_are_refused(arguments, options, message):
-    with pytest.raises(ValueError, match=message):
+def test_impossible_caches_are_refused(arguments, options, error, message):
+    with pytest.raises(error, match=message):
         KVCache(*arguments, **options)
+
+
+def test_integers_may_be_of_numpy_or_tensors():
+    cache = KVCache(np.int64(2), torch.tensor(1), 4, np.int32(8))
+    cache.attend(*(torch.randn(2, 1, 6, 4) for _ in range(3)), layer=np.int64(0))
+    cache.truncate(np.int64(5))
+    assert cache.lengths.tolist() == [5, 5]
+    cache.truncate(np.array([4, 3]))
+    cache.reorder(np.array([1, 0, 1]))
+    assert cache.lengths.tolist() == [3, 4, 3]
+    cache.truncate(torch.tensor(2))
+    assert cache.lengths.tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("page_size", (None, 4))
@@ -223,7 +284,14 @@ def test_a_refused_call_changes_nothing(page_size):
         (ValueError, "lengths must be .* got .-1, -1.", lambda: cache.truncate(-1)),
         (ValueError, "lengths must be .* got .1.", lambda: cache.truncate([1])),
         (ValueError, r"index must name sequences from 0 to 1, got \[0, 2\]", lambda: cache.reorder([0, 2])),
-        (ValueError, "index must name sequences", lambda: cache.reorder(torch.tensor([0.5]))),
+        (TypeError, "index must be an integer, got 0.5", lambda: cache.reorder(torch.tensor([0.5]))),
+        (TypeError, "index must be an integer, got True", lambda: cache.reorder(torch.tensor([True, False]))),
+        (TypeError, "index must be integers, got 1", lambda: cache.reorder(1)),
+        (TypeError, "lengths must be an integer, got 1.0", lambda: cache.truncate(torch.ones(2))),
+        (TypeError, "lengths must be an integer, got True", lambda: cache.truncate(True)),
+        (TypeError, "layer must be an integer, got None", lambda: cache.attend(*new, layer=None)),
+        (ValueError, "index must be from 0 to 1, got 2", lambda: cache.sequence(2)),
+        (ValueError, "dtype must be float32, .*, got torch.int64", lambda: cache.to(torch.int64)),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             call()

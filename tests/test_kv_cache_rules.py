@@ -71,8 +71,9 @@ def test_tensors_that_do_not_fit_are_refused_by_name(impl, changed, message):
     ({"softcap": math.nan}, ValueError, "softcap"),
     ({"window_size": 3}, ValueError, "window_size must be a pair"),
     ({"window_size": (1, -2)}, ValueError, "window_size must hold two integers"),
-    ({"num_splits": -1}, ValueError, "num_splits must be an integer of at least 0 .* got -1"),
-    ({"num_splits": 1.5}, ValueError, "num_splits"),
+    ({"num_splits": -1}, ValueError, "num_splits must be an integer of at least 0, got -1"),
+    ({"num_splits": 1.5}, TypeError, "num_splits must be an integer, got 1.5"),
+    ({"num_splits": True}, TypeError, "num_splits must be an integer, got True"),
     ({"is_causal": "yes"}, TypeError, "is_causal must be a bool"),
     ({"return_lse": "yes"}, TypeError, "return_lse must be a bool"),
 ])  # fmt: skip
@@ -170,6 +171,9 @@ def test_memory_that_is_written_to_and_shared_is_refused(impl, page_size):
         own = getattr(case, cache)[:1, :, :2].expand(getattr(case, name).shape)
         message = f"{name} must not share memory with {cache}"
         assert_refused(case, impl, RuntimeError, message, **{name: own})
+    for cache in ("key_cache", "value_cache"):
+        own = getattr(case, cache)[:, :1, 1:3].expand(-1, 4, -1, -1)[:1].expand(3, -1, -1, -1)
+        assert_refused(case, impl, RuntimeError, f"query must not share memory with {cache}", query=own)
     reading = make_case(page_size=page_size, T=0)
     reading.value_cache = reading.key_cache  # to read from the same memory is no problem
     call(reading, impl)

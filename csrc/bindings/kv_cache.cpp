@@ -89,18 +89,18 @@ bool overlap(const Array& a, const Array& b) {
   return (y - x) % bytes || is_distance((y - x) / bytes, a, b, dims.data(), dims.data() + dims.size());
 }
 
-void check_memory(const Array& key_cache, const Array& value_cache, const Array& key, const Array& value) {
+void check_memory(const Array& key_cache, const Array& value_cache,
+                  std::initializer_list<const Array*> read) {
   for (const Array* cache : {&key_cache, &value_cache})
     STD_TORCH_CHECK(!overlaps_itself(*cache), cache->name,
                     " must not overlap itself where new tokens are written to it");
-  for (const auto& [cache, other] :
-       std::initializer_list<std::pair<const Array&, const Array&>>{{key_cache, value_cache},
-                                                                    {key_cache, key},
-                                                                    {key_cache, value},
-                                                                    {value_cache, key},
-                                                                    {value_cache, value}})
+  const auto check_apart = [](const Array& cache, const Array& other) {
     STD_TORCH_CHECK(!overlap(cache, other), other.name, " must not share memory with ", cache.name,
                     ", which is written to");
+  };
+  check_apart(key_cache, value_cache);
+  for (const Array* cache : {&key_cache, &value_cache})
+    for (const Array* other : read) check_apart(*cache, *other);
 }
 
 // Where the tokens of each sequence lie, after T new ones.
@@ -205,7 +205,7 @@ std::tuple<Tensor, Tensor> attention_with_kv_cache(const Tensor& query_, const T
     const Array new_keys("key", *key), new_values("value", *value);
     keys.tokens = new_keys.check_dtype({query.dtype}).check_shape({p.B, p.Hkv, T, p.D}).view();
     values.tokens = new_values.check_dtype({query.dtype}).check_shape({p.B, p.Hkv, T, p.Dv}).view();
-    if (T > 0) check_memory(key_cache, value_cache, new_keys, new_values);
+    if (T > 0) check_memory(key_cache, value_cache, {&new_keys, &new_values, &query});
   }
   const Places places(lengths, table, key_cache, p.L, T);
   p.sequences = places.sequences.data();

@@ -1,6 +1,7 @@
 """What the operators share: how an op is registered, called, mapped and put under autograd, and how arguments
 are checked."""
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -20,10 +21,9 @@ from fastattn._choose import KERNEL_DTYPES
 from fastattn.reference._common import wide_dtype
 
 __all__ = [
-    "CPU_KEYS", "apply_function", "autocast_dtype", "call_op", "check_dense", "check_flags", "is_plain",
-    "is_watched",
-    "library", "logical_dim", "logical_size", "map_each", "needs_function", "number", "register_autograd",
-    "wide_dtype",
+    "CPU_KEYS", "apply_function", "autocast_dtype", "call_op", "check_dense", "check_flags", "integer",
+    "is_plain", "is_watched", "library", "logical_dim", "logical_size", "map_each", "needs_function",
+    "number", "register_autograd", "wide_dtype",
 ]  # fmt: skip
 
 library = torch.library.Library("fastattn", "FRAGMENT")
@@ -178,6 +178,20 @@ def number(name: str, given) -> float:
         return float(given)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name} must be a number, got {given!r}") from None
+
+
+def integer(name: str, given, least: float = 0) -> int:
+    """The integer that is given, also as one of numpy's or as a tensor of one element; no boolean."""
+    if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):
+        try:
+            if isinstance(given, bool) or str(getattr(given, "dtype", "")).endswith("bool"):
+                raise TypeError
+            given = operator.index(given)
+        except TypeError:
+            raise TypeError(f"{name} must be an integer, got {given!r}") from None
+    if given < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {given}")
+    return given
 
 
 def check_flags(**flags) -> None:

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from fastattn._choose import Request
 from fastattn.ops._attention_call import FAR, check_options
-from fastattn.ops._common import autocast_dtype, check_dense, check_flags, number
+from fastattn.ops._common import autocast_dtype, check_dense, check_flags, integer, number
 
 __all__ = ["Prepared", "check_values", "prepare"]
 
@@ -110,8 +110,7 @@ def prepare(
     softcap = number("softcap", softcap)
     check_flags(is_causal=is_causal, return_lse=return_lse)
     check_options(0.0, window_size, softcap, "lower_right")
-    if not isinstance(num_splits, int) or isinstance(num_splits, bool) or num_splits < 0:
-        raise ValueError(f"num_splits must be an integer of at least 0 (automatic), got {num_splits!r}")
+    num_splits = min(integer("num_splits", num_splits), FAR)
     D = query.shape[-1]
     scale = (D**-0.5 if D else 1.0) if scale is None else number("scale", scale)
     window_left, window_right = (min(int(n), FAR) for n in window_size)
@@ -136,7 +135,7 @@ def check_values(call: Prepared) -> None:
 
     The CPU kernel checks the same by itself.
     """
-    _, key_cache, value_cache, key, value, lengths, table, *_ = call.tensors
+    query, key_cache, value_cache, key, value, lengths, table, *_ = call.tensors
     pages, _, page_size, _ = key_cache.shape
     T = 0 if key is None else key.shape[2]
     most = (1 if table is None else table.shape[1]) * page_size - T
@@ -145,7 +144,7 @@ def check_values(call: Prepared) -> None:
         lambda: f"must be from 0 to {most}, so that the cache holds it and {T} new tokens",
     )  # fmt: skip
     if T > 0 and not is_compiling():
-        _check_memory(key_cache, value_cache, key, value)
+        _check_memory(key_cache, value_cache, key, value, query)
     if table is None:
         return
     first = torch.arange(table.shape[1]) * page_size  # the first token of each page
@@ -175,17 +174,17 @@ def _refuse(name: str, values: Tensor, bad: Tensor, rule: Callable[[], str]) -> 
         raise RuntimeError(f"{name} {rule()}, got {values[tuple(at)].item()} at {at}")
 
 
-def _check_memory(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor) -> None:
+def _check_memory(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, query: Tensor) -> None:
     """What is written to shares no memory with anything."""
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+    caches = {"key_cache": key_cache, "value_cache": value_cache}
+    for name, cache in caches.items():
         if not cache.is_contiguous() and _elements(cache).unique().numel() < cache.numel():
             raise RuntimeError(f"{name} must not overlap itself where new tokens are written to it")
-    named = {"key_cache": key_cache, "value_cache": value_cache, "key": key, "value": value}
-    for cache, other in itertools.combinations(named, 2):
-        a, b = named[cache], named[other]
+    read = {"key": key, "value": value, "query": query}
+    for cache, other in itertools.chain(itertools.combinations(caches, 2), itertools.product(caches, read)):
+        a, b = caches[cache], (caches | read)[other]
         if (
-            cache != "key"
-            and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+            a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
             and torch.isin(_elements(a), _elements(b)).any()
         ):
             raise RuntimeError(f"{other} must not share memory with {cache}, which is written to")
