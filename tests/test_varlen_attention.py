@@ -7,6 +7,7 @@ from pathlib import Path
 
 import attention_cases
 import attention_oracle as oracle
+import numpy as np
 import operator_checks
 import pytest
 import torch
@@ -224,6 +225,13 @@ def test_bounds_of_any_integer_dtype_and_stride(impl):
     spread = [torch.stack((b, b + 7), 1)[:, 0] for b in case.bounds()]
     out = attend(case.query, case.key, case.value, *spread, is_causal=True, impl=impl)
     assert torch.equal(out, expected["out"])
+
+
+@pytest.mark.parametrize("longest", (40, 2**70, np.int64(40), torch.tensor(40)), ids=repr)
+def test_the_longest_sequence_of_any_integer_type(impl, longest):
+    case = make_case(dtype=torch.float32)
+    arguments = (case.query, case.key, case.value, *case.bounds())
+    assert torch.equal(attend(*arguments, longest, impl=impl), attend(*arguments, impl=impl))
 
 
 def test_slices_of_one_projection(impl):
@@ -549,7 +557,9 @@ REFUSED = {
     "negative": refused(RuntimeError, "cu_seqlens_q must", cu_seqlens_q=torch.tensor([0, -2, 6])),
     "longest": refused(RuntimeError, "max_seqlen_q is 3", max_seqlen_q=3),
     "longest key": refused(RuntimeError, "max_seqlen_k is 0", max_seqlen_k=0),
-    "longest as a float": refused(TypeError, "max_seqlen_q must be an int, got 4.0", max_seqlen_q=4.0),
+    "longest as a float": refused(TypeError, "max_seqlen_q must be an integer, got 4.0", max_seqlen_q=4.0),
+    "longest as a flag": refused(TypeError, "max_seqlen_k must be an integer, got True", max_seqlen_k=True),
+    "negative longest": refused(ValueError, "max_seqlen_k must be .* at least 0, got -1", max_seqlen_k=-1),
     "bounds as a list": refused(TypeError, "cu_seqlens_q must be a Tensor, got list", cu_seqlens_q=[0, 2, 6]),
     "bounds as floats": refused(RuntimeError, "cu_seqlens_q must be torch.int32.*float",
                                 cu_seqlens_q=B2.float()),
@@ -617,103 +627,6 @@ def test_explain():
     require("cpu")
     found = fastattn.explain(attend, Q, Q, Q, B2, B2, is_causal=True)
     assert found.impl == "cpu" and "cu_seqlens_q" in found.reasons["torch"]
-
-
-# Nested tensors
-
-
-def jagged(tensors):
-    return torch.nested.nested_tensor(tensors, layout=torch.jagged)
-
-
-@pytest.mark.parametrize("options", (
-    {}, {"is_causal": True}, {"enable_gqa": True, "return_lse": True, "softcap": 2.0},
-), ids=str)  # fmt: skip
-def test_jagged_tensors(options):
-    require("cpu")
-    queries, keys = (5, 1, 9), (4, 7, 3)
-    heads = 1 if options.get("enable_gqa") else 2
-    q = [torch.randn(n, 2, 8, dtype=torch.float64) for n in queries]
-    k, v = ([torch.randn(n, heads, 8, dtype=torch.float64) for n in keys] for _ in range(2))
-    leaves = [jagged(t).requires_grad_() for t in (q, k, v)]
-    results = fastattn.scaled_dot_product_attention(*(t.transpose(1, 2) for t in leaves), **options)
-    results = results if isinstance(results, tuple) else (results,)
-    sum(r.values().sin().sum() for r in results).backward()
-    for n in range(3):
-        dense = [t[n].clone().requires_grad_() for t in (q, k, v)]
-        expected = fastattn.scaled_dot_product_attention(*(t.transpose(0, 1) for t in dense), **options)
-        expected = expected if isinstance(expected, tuple) else (expected,)
-        for result, one in zip(results, expected, strict=True):
-            torch.testing.assert_close(result.unbind()[n], one)
-        sum(r.sin().sum() for r in expected).backward()
-        for leaf, one in zip(leaves, dense, strict=True):
-            torch.testing.assert_close(leaf.grad.unbind()[n], one.grad)
-
-
-def test_jagged_tensors_with_gaps():
-    require("cpu")
-    padded = torch.randn(3, 9, 2, 4)
-    lengths = torch.tensor([4, 9, 2])
-    x = torch.nested.narrow(padded, 1, 0, lengths, layout=torch.jagged).transpose(1, 2)
-    out = fastattn.scaled_dot_product_attention(x, x, x)
-    for n, length in enumerate(lengths.tolist()):
-        own = padded[n, :length].transpose(0, 1)
-        torch.testing.assert_close(out.unbind()[n], fastattn.scaled_dot_product_attention(own, own, own))
-
-
-def test_jagged_tensors_are_refused_by_name():
-    x = jagged([torch.randn(n, 2, 8) for n in (3, 5)])
-    other = jagged([torch.randn(n, 2, 8) for n in (5, 3)]).transpose(1, 2)
-    heads = jagged([torch.randn(n, 4, 8) for n in (3, 5)]).transpose(1, 2)
-    sdpa = fastattn.scaled_dot_product_attention
-    y = x.transpose(1, 2)
-    for error, message, run in (
-        (NotImplementedError, "query must be a nested tensor", lambda: sdpa(x, y, y)),
-        (NotImplementedError, "key must be a nested tensor", lambda: sdpa(y, torch.randn(2, 2, 5, 8), y)),
-        (NotImplementedError, "attn_mask", lambda: sdpa(y, y, y, torch.ones(5, 5).bool())),
-        (RuntimeError, "same lengths", lambda: sdpa(y, y, other)),
-        (RuntimeError, "enable_gqa", lambda: sdpa(heads, y, y)),
-    ):
-        with pytest.raises(error, match=message):
-            run()
-
-
-@pytest.mark.parametrize("is_causal", (False, True))
-@pytest.mark.parametrize("cross", (False, True))
-def test_module_with_jagged_tensors(is_causal, cross):
-    require("cpu")
-    torch.manual_seed(1)
-    module = fastattn.nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
-    sequences = [torch.randn(n, 8, dtype=torch.float64) for n in (5, 1, 9)]
-    memory = [torch.randn(n, 8, dtype=torch.float64) for n in (3, 4, 2)] if cross else sequences
-    x = jagged(sequences).requires_grad_()
-    y = jagged(memory).requires_grad_() if cross else x
-    out, weights = module(x, y, y, need_weights=False, is_causal=is_causal)
-    assert weights is None and out.is_nested
-    out.values().sin().sum().backward()
-    found = {n: p.grad.clone() for n, p in module.named_parameters()}
-    module.zero_grad()
-    for n, (own, other) in enumerate(zip(sequences, memory, strict=True)):
-        own = own.clone().requires_grad_()
-        other = other.clone().requires_grad_() if cross else own
-        future = torch.ones(len(own), len(other), dtype=torch.bool).triu(1) if is_causal else None
-        expected, _ = module(own, other, other, need_weights=False, attn_mask=future)
-        torch.testing.assert_close(out.unbind()[n], expected)
-        expected.sin().sum().backward()
-        torch.testing.assert_close(x.grad.unbind()[n], own.grad)
-    torch.testing.assert_close(found, {n: p.grad for n, p in module.named_parameters()})
-
-
-def test_module_refuses_other_jagged_tensors():
-    x = jagged([torch.randn(n, 8) for n in (3, 5)])
-    module = fastattn.nn.MultiheadAttention(8, 2, batch_first=True)
-    for run in (
-        lambda: module(x, x, x), lambda: fastattn.nn.MultiheadAttention(8, 2)(x, x, x, need_weights=False),
-        lambda: module(x, torch.randn(2, 5, 8), x, need_weights=False),
-        lambda: module(x, x, x, need_weights=False, key_padding_mask=torch.ones(2, 5).bool()),
-    ):  # fmt: skip
-        with pytest.raises(AssertionError, match="nested"):
-            run()
 
 
 def test_every_instruction_set(isa, run_python):

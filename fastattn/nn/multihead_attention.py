@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fastattn._native import has_kernel
 from fastattn.ops._attention_autograd import causality_op
 from fastattn.ops._common import call_op
+from fastattn.ops._jagged import pack
 from fastattn.ops.attention import attention_with_weights, scaled_dot_product_attention
 from fastattn.ops.varlen_attention import varlen_attention
 
@@ -389,11 +390,16 @@ class MultiheadAttention(nn.MultiheadAttention):
         return attn_mask, key_padding_mask, is_causal
 
     def _jagged_attention(self, query, key, value, need_weights, average_attn_weights, is_causal):
-        for name, x in (("query", query), ("key", key), ("value", value)):
+        sizes = (self.embed_dim, self.kdim, self.vdim)
+        for name, x, size in zip(("query", "key", "value"), (query, key, value), sizes, strict=True):
             if not (x.is_nested and x.layout == torch.jagged and x.dim() == 3 and self.batch_first):
                 raise AssertionError(
                     f"{name} must be nested (N, ragged, features) of layout=torch.jagged, as query is, with "
                     "batch_first=True"
+                )
+            if x.shape[0] != query.shape[0] or x.shape[2] != size:
+                raise AssertionError(
+                    f"{name} must be nested ({query.shape[0]}, ragged, {size}), got {tuple(x.shape)}"
                 )
         if need_weights or self._appended_keys:
             raise AssertionError(
@@ -401,18 +407,24 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "add_zero_attn"
             )
         # The same tensor stays the same: one projection for all.
-        inner = {id(x): x.contiguous() if x.lengths() is not None else x for x in (query, key, value)}
-        packed = {n: x.values() for n, x in inner.items()}
-        q, k, v = self._project(*(packed[id(x)] for x in (query, key, value)))
-        bounds = [inner[id(x)].offsets() for x in (query, key, value)]
-        if bounds[1] is not bounds[2] and not torch.equal(bounds[1], bounds[2]):
+        packed = {id(x): pack(x) for x in (query, key, value)}
+        queries, keys, values = (packed[id(x)] for x in (query, key, value))
+        if keys is not values and not torch.equal(keys.bounds, values.bounds):
             raise AssertionError("key and value must have the same lengths")
+        q, k, v = self._project(queries.tokens, keys.tokens, values.tokens)
         dropout_p = self.dropout if self.training else 0.0
         out = varlen_attention(
-            q, k, v, *bounds[:2], dropout_p=dropout_p, is_causal=is_causal, causal_alignment="upper_left"
+            q,
+            k,
+            v,
+            queries.bounds,
+            keys.bounds,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            causal_alignment="upper_left",
         )
         out = self.out_proj(out.flatten(-2))
-        return torch.nested.nested_tensor_from_jagged(out, bounds[0]), None
+        return queries.restore(out), None
 
     def _nested_self_attention(self, query, key, value, need_weights, average_attn_weights):
         supported = query is key and key is value and query.layout == torch.strided and self.batch_first

@@ -37,6 +37,10 @@ def draw_seed(dropout_p: float, device: torch.device | str) -> Tensor | None:
     return None if dropout_p == 0.0 else torch.randint(0, 2**63 - 1, (1,), device=device)
 
 
+def _is_jagged(query) -> bool:
+    return isinstance(query, Tensor) and query.is_nested and query.layout is torch.jagged
+
+
 def _run(call: Prepared, seed: Tensor | None, implementation: str) -> tuple[Tensor, Tensor | None]:
     tensors = call[:7]
     if implementation in ("cpu", "triton"):
@@ -174,7 +178,7 @@ def scaled_dot_product_attention(
         except RuntimeError:
             pass  # what the kernel refuses takes the long way, which says why or knows a form it accepts
 
-    if isinstance(query, Tensor) and query.is_nested and query.layout is torch.jagged:
+    if _is_jagged(query):
         from fastattn.ops.varlen_attention import attend_jagged  # which is built on this module
 
         return attend_jagged(
@@ -198,6 +202,14 @@ def _choice(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *,
     key_padding_mask=None, alibi_slopes=None, sinks=None, impl="auto", **options,
 ):  # fmt: skip
+    if _is_jagged(query):
+        from fastattn.ops.varlen_attention import choice_of_jagged
+
+        return choice_of_jagged(
+            query, key, value, (attn_mask, key_padding_mask), enable_gqa, dropout_p=dropout_p,
+            is_causal=is_causal, scale=scale, alibi_slopes=alibi_slopes, sinks=sinks, impl=impl,
+            **({"causal_alignment": "upper_left"} | options),
+        )  # fmt: skip
     tensors = (query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks)
     call = prepare(tensors, dropout_p, is_causal, scale, enable_gqa, **options)
     return choose(call.request, impl), candidates(call.request)

@@ -16,11 +16,12 @@ from fastattn.ops._attention_call import (
     check_tensors,
     shapes_found,
 )
-from fastattn.ops._common import apply_function, call_op, check_flags, needs_function, number
+from fastattn.ops._common import apply_function, call_op, check_flags, integer, needs_function, number
+from fastattn.ops._jagged import Packed, pack
 from fastattn.ops.attention import draw_seed
 from fastattn.reference import attention as reference
 
-__all__ = ["attend_jagged", "varlen_attention"]
+__all__ = ["attend_jagged", "choice_of_jagged", "varlen_attention"]
 
 
 class _Prepared(NamedTuple):
@@ -82,11 +83,10 @@ def _prepare(
             f"got {sequences + 1} and {cu_seqlens_k.shape[0]}"
         )
     _check_shapes(tensors, sequences)
-    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if longest is not None and (
-            isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt))
-        ):
-            raise TypeError(f"{name} must be an int, got {longest!r}")
+    max_seqlen_q, max_seqlen_k = (
+        None if longest is None else min(integer(name, longest), FAR)
+        for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
+    )
     dropout_p, softcap = number("dropout_p", dropout_p), number("softcap", softcap)
     check_flags(is_causal=is_causal, return_lse=return_lse)
     check_options(dropout_p, window_size, softcap, causal_alignment)
@@ -218,11 +218,10 @@ def _choice(*args, impl="auto", **kwargs):
 varlen_attention._choice = _choice
 
 
-def attend_jagged(query, key, value, masks, enable_gqa: bool, **options) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`fastattn.scaled_dot_product_attention` of jagged nested tensors (B, H, ragged, D)."""
+def _pack_jagged(query, key, value, masks, enable_gqa: bool) -> list[Packed]:
     if any(mask is not None for mask in masks):
         raise NotImplementedError("attn_mask and key_padding_mask are not supported beside nested tensors")
-    packed, bounds = [], []
+    packed = []
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         jagged = isinstance(tensor, Tensor) and tensor.is_nested and tensor.layout is torch.jagged
         if not jagged or tensor.dim() != 4 or tensor._ragged_idx != 2:
@@ -230,25 +229,32 @@ def attend_jagged(query, key, value, masks, enable_gqa: bool, **options) -> Tens
                 f"{name} must be a nested tensor (B, H, ragged, D) of layout=torch.jagged, as query is: "
                 "nested (B, ragged, H, D) transposed"
             )
-        tensor = tensor.transpose(1, 2)
-        if tensor.lengths() is not None:  # there are gaps between its sequences
-            tensor = tensor.contiguous()
-        packed.append(tensor.values())
-        bounds.append(tensor.offsets())
+        if tensor.shape[0] != query.shape[0]:
+            raise RuntimeError(f"{name} has {tensor.shape[0]} sequences, query {query.shape[0]}")
+        packed.append(pack(tensor.transpose(1, 2)))
     # Tensors that share their bounds have one ragged size, whatever it is.
-    if key.shape[2] != value.shape[2] and not torch.equal(bounds[1], bounds[2]):
+    if key.shape[2] != value.shape[2] and not torch.equal(packed[1].bounds, packed[2].bounds):
         raise RuntimeError("key and value must have the same lengths")
     H, Hkv = query.shape[1], key.shape[1]
     if H != Hkv and not enable_gqa:
         raise RuntimeError(
             f"query has {H} heads and key {Hkv}: enable_gqa=True lets query heads share key and value heads"
         )
-    results = varlen_attention(*packed, bounds[0], bounds[1], **options)
+    return packed
 
-    def nested(values: Tensor) -> Tensor:
-        return torch.nested.nested_tensor_from_jagged(values, bounds[0]).transpose(1, 2)
 
+def attend_jagged(query, key, value, masks, enable_gqa: bool, **options) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`fastattn.scaled_dot_product_attention` of jagged nested tensors (B, H, ragged, D)."""
+    queries, keys, values = _pack_jagged(query, key, value, masks, enable_gqa)
+    results = varlen_attention(
+        queries.tokens, keys.tokens, values.tokens, queries.bounds, keys.bounds, **options
+    )
     if options["return_lse"]:
         out, lse = results
-        return nested(out), nested(lse.transpose(0, 1))
-    return nested(results)
+        return queries.restore(out).transpose(1, 2), queries.restore(lse.transpose(0, 1)).transpose(1, 2)
+    return queries.restore(results).transpose(1, 2)
+
+
+def choice_of_jagged(query, key, value, masks, enable_gqa: bool, **options):
+    queries, keys, values = _pack_jagged(query, key, value, masks, enable_gqa)
+    return _choice(queries.tokens, keys.tokens, values.tokens, queries.bounds, keys.bounds, **options)
