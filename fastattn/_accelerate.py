@@ -6,8 +6,11 @@ from types import FunctionType
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch._C import _get_tracing_state, _len_torch_dispatch_stack
+from torch import Tensor, autograd
+from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
@@ -21,8 +24,26 @@ __all__ = ["accelerate"]
 
 _torch_attention = torch._C._nn.scaled_dot_product_attention
 _torch_multi_head_attention = F.multi_head_attention_forward
-# Subclasses of Tensor decide themselves what attention of them is.
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+# Other subclasses of Tensor decide themselves what attention of them is. The last two stand for plain tensors
+# while torch.compile and torch.export trace.
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor))
+
+
+def _as_inside(function):
+    """torch's own code that does not ask modes before it runs: to run it where a mode is entered again."""
+    names = ("has_torch_function", "has_torch_function_unary")
+    copy = FunctionType(
+        function.__code__,
+        function.__globals__ | {name: lambda tensors: False for name in names},
+        argdefs=function.__defaults__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+# What calls back code that may call attention, in recomputation and hooks. While a mode looks at a call it is
+# not active itself.
+_CALLING_BACK = {f: _as_inside(f) for f in (Tensor.backward, autograd.backward, autograd.grad)}
 
 
 class accelerate(TorchFunctionMode):
@@ -48,7 +69,10 @@ class accelerate(TorchFunctionMode):
     Every call of a torch function inside the block takes a few microseconds longer, which is the price of
     looking at it; :func:`fastattn.replace_attention` and ``fastattn.integrations.transformers`` have none.
 
-    As a decorator, ``@fastattn.accelerate()``, it covers each call of the function.
+    As a decorator, ``@fastattn.accelerate`` or ``@fastattn.accelerate()``, it covers each call of a function.
+
+    Raises:
+        TypeError: what is decorated is a class, a generator or a coroutine.
 
     Example:
         >>> import torch.nn.functional as F
@@ -62,10 +86,21 @@ class accelerate(TorchFunctionMode):
             func = _attention if _PLAIN.issuperset(types) else func
         elif func is _torch_multi_head_attention:
             func = _multi_head_attention if _PLAIN.issuperset(types) else func
+        elif func in _CALLING_BACK and _PLAIN.issuperset(types):
+            with self:
+                return _CALLING_BACK[func](*args, **(kwargs or {}))
         return func(*args, **kwargs) if kwargs else func(*args)
 
+    def __new__(cls, function=None):
+        return super().__new__(cls) if function is None else cls()(function)
+
     def __call__(self, function):
-        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        if (
+            inspect.isgeneratorfunction(function)
+            or inspect.iscoroutinefunction(function)
+            or inspect.isasyncgenfunction(function)
+            or inspect.isclass(function)
+        ):
             raise TypeError(
                 f"accelerate() as a decorator takes a function that returns when it is done, {function!r} "
                 "does not: use a with block inside it"
@@ -101,7 +136,7 @@ def _is_ours(
         return True
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     if not (
-        all(isinstance(t, Tensor) and t.layout is torch.strided and not t.is_nested for t in tensors)
+        all(type(t) in _PLAIN and t.layout is torch.strided and not t.is_nested for t in tensors)
         and isinstance(dropout_p, (float, int))
         and 0 <= dropout_p < 1
         and isinstance(is_causal, bool)
@@ -109,7 +144,7 @@ def _is_ours(
         and not (is_causal and attn_mask is not None)
         and (scale is None or isinstance(scale, (float, int)))
         and forward_ad._current_level < 0
-        and (is_compiling() or (_len_torch_dispatch_stack() == 0 and _get_tracing_state() is None))
+        and (is_compiling() or not _is_traced())
     ):
         return False
     shape, key_shape, value_shape = query.shape, key.shape, value.shape
@@ -136,7 +171,7 @@ def _is_ours(
         if not (
             attn_mask.device == device
             and (attn_mask.dtype in (torch.bool, dtype) or (lower and attn_mask.is_floating_point()))
-            and attn_mask.dim() <= 4
+            and 2 <= attn_mask.dim() <= 4
             and all(n == 1 or n == m for n, m in zip(attn_mask.shape[::-1], scores, strict=False))
         ):
             return False
@@ -147,6 +182,18 @@ def _is_ours(
         options.append("dropout_p")
     chosen = choose(Request(device.type, dtype, tuple(options)), "auto")
     return chosen not in ("torch", "reference")
+
+
+def _is_traced() -> bool:
+    return (
+        _len_torch_dispatch_stack() > 0
+        or _get_tracing_state() is not None
+        # torch.func.functionalize has no rule for functions with a derivative of their own.
+        or (
+            _are_functorch_transforms_active()
+            and any(layer.key() == TransformType.Functionalize for layer in get_interpreter_stack())
+        )
+    )
 
 
 # The function of nn.MultiheadAttention is overridden as a whole, and then a mode does not see what it calls.

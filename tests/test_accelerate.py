@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as imported_before
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import fastattn
 from fastattn import _accelerate
@@ -72,6 +74,8 @@ ERRORS = {
     "integers": lambda: [torch.ones(2, 4, 7, 8, dtype=torch.int64)] * 3,
     "heads": lambda: inputs(H=4, Hkv=3),
     "mask's shape": lambda: (*inputs(), torch.zeros(3, 7)),
+    "a mask of one number": lambda: (*inputs(), torch.tensor(True)),
+    "a mask of one dimension": lambda: (*inputs(), torch.zeros(7)),
     "mask's dtype": lambda: (*inputs(), torch.zeros(7, 7, dtype=torch.int64)),
     "dropout": lambda: (*inputs(), None, 1.5),
     "too many": lambda: (*inputs(), None, 0.0, False, 1.0),
@@ -97,6 +101,9 @@ def test_what_fastattn_has_no_kernel_for_goes_to_torch(calls, monkeypatch):
     nested = nested.transpose(1, 2)
     with fastattn.accelerate():
         F.scaled_dot_product_attention(nested, nested, nested)
+        pair = TwoTensor(query, key)
+        assert type(F.scaled_dot_product_attention(pair, pair, pair)) is TwoTensor
+        torch.func.functionalize(lambda q: F.scaled_dot_product_attention(q, key, value))(query)
         F.scaled_dot_product_attention(query[0], key[0], value[0])
         F.scaled_dot_product_attention(*(t.to("meta") for t in (query, key, value)))
         F.scaled_dot_product_attention(query, key, value, nn.attention.bias.causal_lower_right(7, 7))
@@ -216,12 +223,62 @@ def test_as_a_decorator_it_covers_each_call(calls):
     attend(*tensors), attend(*tensors)
     F.scaled_dot_product_attention(*tensors)
     assert len(calls) == 2 and attend.__doc__ == "Attends."
+    without_parentheses = fastattn.accelerate(F.scaled_dot_product_attention)
+    without_parentheses(*tensors)
+    assert len(calls) == 3
 
+
+def test_what_does_not_end_with_its_call_is_no_decorated_function():
     def generator():
-        yield F.scaled_dot_product_attention(*tensors)
+        yield
 
-    with pytest.raises(TypeError, match="generator"):
-        fastattn.accelerate()(generator)
+    async def asynchronous_generator():
+        yield
+
+    async def coroutine():
+        pass
+
+    for function in (generator, asynchronous_generator, coroutine, nn.Module):
+        with pytest.raises(TypeError, match="takes a function that returns when it is done"):
+            fastattn.accelerate()(function)
+
+
+BACKWARD = {
+    "a method": lambda loss, leaf: loss.backward(),
+    "a function": lambda loss, leaf: torch.autograd.backward(loss),
+    "of some inputs": lambda loss, leaf: setattr(leaf, "grad", *torch.autograd.grad(loss, leaf)),
+}
+
+
+@pytest.mark.parametrize("how", BACKWARD)
+def test_backward_in_the_block_recomputes_as_forward_did(how, calls):
+    query, key, value = inputs()
+    gradients = []
+    for run in (lambda f: f(), fastattn.accelerate(lambda f: f())):
+        for use_reentrant in (False, True) if how != "of some inputs" else (False,):
+            leaf = query.clone().requires_grad_()
+
+            def step(leaf=leaf, use_reentrant=use_reentrant):
+                out = checkpoint(
+                    lambda q: F.scaled_dot_product_attention(q, key, value), leaf,
+                    use_reentrant=use_reentrant,
+                )  # fmt: skip
+                BACKWARD[how](out.square().sum(), leaf)
+
+            run(step)
+            gradients.append(leaf.grad)
+    assert len(calls) == len(gradients)  # half of them by us, in two calls each
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0], rtol=1e-4, atol=1e-5)
+
+
+def test_hooks_of_a_backward_in_the_block_are_routed(calls):
+    query, key, value = inputs()
+    with fastattn.accelerate():
+        out = F.scaled_dot_product_attention(query.requires_grad_(), key, value)
+        out.register_hook(lambda grad: F.scaled_dot_product_attention(grad, key, value))
+        out.sum().backward()
+    assert len(calls) == 2
 
 
 def targets(run, *arguments):
