@@ -61,6 +61,22 @@ def test_isolation_hidden_keys(impl):
                 assert_same(call(case, impl), expected)
 
 
+def test_isolation_of_keys_that_mask_and_window_hide_together(impl):
+    """Each query is kept from a key by its mask or by its window, few queries and many, and grouped heads."""
+    for dtype in thin(impl, (torch.float32, torch.bfloat16)):
+        for H, L in ((2, 2), (4, 4), (4, 40)):
+            window = {"window_size": (2, 0), "causal_alignment": "lower_right"}
+            case = make_case(2, H, 2, L, 50, dtype=dtype, mask="bool", **window)
+            diagonal = 50 - L
+            # The first query reaches this key and does not see it; the others would, but do not reach it.
+            case.attn_mask[..., diagonal - 2] = torch.arange(L) > 0
+            expected = call(case, impl)
+            check(expected, case)
+            case.key[:, :, diagonal - 2] = math.nan
+            case.value[:, :, diagonal - 2] = math.nan
+            assert_same(call(case, impl), expected)
+
+
 def test_isolation_rows_that_see_nothing(impl):
     """A row without visible keys may hold NaN, in its query and incoming gradients, and matters nowhere."""
     for dtype in thin(impl, (torch.float32, torch.bfloat16, torch.float64)):

@@ -183,12 +183,19 @@ template <class S, class T>
 inline bool key_rows(const Problem<T>& problem, const View& view, int64_t columns, int64_t b, int64_t hk,
                      int64_t begin, int64_t end, const S** rows) {
   bool any = false;
+  uint8_t shown[kBlock];
+  // Of the two questions the cheaper one comes first: reading every row costs as much as decoding does.
+  const bool known = problem.masked && problem.mask_rows() <= 8;
+  if (known) problem.find_shown(b, hk, begin, end, shown);
+  auto must_not_count = [&](int64_t j, const S* row) {
+    if (known) return !shown[j - begin] && !row_is_finite(row, view.stride[3], columns);
+    return !row_is_finite(row, view.stride[3], columns) && !problem.key_is_seen(b, hk, j);
+  };
   for (int64_t j = begin; j < end;) {
     const S* row = static_cast<const S*>(view.data) + problem.key_offset(view, b, hk, j);
     for (const int64_t piece = min(end, problem.piece_end(j)); j < piece; ++j, row += view.stride[2]) {
       const bool visible = j >= problem.key_begin && j < problem.key_end;
-      const bool hidden = !visible || (problem.masked && !row_is_finite(row, view.stride[3], columns) &&
-                                       !problem.key_is_seen(b, hk, j));
+      const bool hidden = !visible || (problem.masked && must_not_count(j, row));
       rows[j - begin] = hidden ? nullptr : row;
       // Plain clips tiles to the band exactly, so that keys outside it are not touched.
       any |= hidden && (kPairs<T> || visible);

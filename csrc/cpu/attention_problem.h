@@ -135,12 +135,9 @@ struct Problem {
     const View &padding = p.key_padding, &mask = p.mask;
     if (padding.data && !static_cast<const uint8_t*>(padding.data)[offset(padding, b, j)]) return false;
     if (!mask.data) return true;
-    int64_t at = offset(mask, b, h, i, j);
-    if (mask.dtype == DType::boolean) return static_cast<const uint8_t*>(mask.data)[at];
-    if (mask.dtype == DType::f32) return static_cast<const float*>(mask.data)[at] != -__builtin_inff();
     bool shown = false;
-    with_dtype_beside<T>(
-        mask.dtype, [&]<class S>(S) { shown = to_float(static_cast<const S*>(mask.data)[at]) != -kInf<T>; });
+    with_mask_dtype(
+        [&]<class S>(S) { shown = shows(static_cast<const S*>(mask.data)[offset(mask, b, h, i, j)]); });
     return shown;
   }
   // Whether query (b, h, i) sees any key: by the masks and the band, never by a score's value.
@@ -152,6 +149,33 @@ struct Problem {
       if (mask_shows(b, h, i, j)) return true;
     return false;
   }
+  // Rows of the mask that the queries of one key/value head have between them.
+  int64_t mask_rows() const {
+    if (!p.mask.data) return 1;
+    return (p.mask.stride[1] ? group : 1) * (p.mask.stride[2] ? p.L : 1);
+  }
+  // Which of the keys [begin, end) the masks show to some query that reads key/value head hk, among keys in
+  // reach of any: the quick way where there are few rows.
+  void find_shown(int64_t b, int64_t hk, int64_t begin, int64_t end, uint8_t* shown) const {
+    const View &padding = p.key_padding, &mask = p.mask;
+    std::memset(shown, mask.data == nullptr, size_t(end - begin));
+    if (mask.data)
+      with_mask_dtype([&]<class S>(S) {
+        for (int64_t g = 0; g < (mask.stride[1] ? group : 1); ++g)
+          for (int64_t i = 0; i < (mask.stride[2] ? p.L : 1); ++i) {
+            int64_t lo = begin, hi = end;
+            if (mask.stride[2]) band(i, lo, hi);  // a row that all share is seen up to the last one's reach
+            lo = max(lo, begin), hi = min(hi, end);
+            const S* row = static_cast<const S*>(mask.data) + offset(mask, b, hk * group + g, i, lo);
+            for_each_strided(row, mask.stride[3], hi - lo, shown + (lo - begin),
+                             [](uint8_t& s, S m) { s |= uint8_t(shows(m)); });
+          }
+      });
+    if (padding.data)
+      for_each_strided(static_cast<const uint8_t*>(padding.data) + offset(padding, b, begin),
+                       padding.stride[1], end - begin, shown,
+                       [](uint8_t& s, uint8_t m) { s &= uint8_t(m != 0); });
+  }
   // Whether any query that reads key/value head hk sees key j.
   bool key_is_seen(int64_t b, int64_t hk, int64_t j) const {
     for (int64_t g = 0; g < group; ++g)
@@ -161,6 +185,29 @@ struct Problem {
         if (j >= lo && j < hi && mask_shows(b, hk * group + g, i, j)) return true;
       }
     return false;
+  }
+
+ private:
+  template <class S>
+  static bool shows(S mask) {
+    if constexpr (kSame<S, uint8_t>)
+      return mask != 0;
+    else
+      return to_float(mask) != -kInf<T>;
+  }
+  // f(to[j], from[j * stride]), in vectors where they lie together.
+  template <class S, class F>
+  static void for_each_strided(const S* from, int64_t stride, int64_t count, uint8_t* to, F&& f) {
+    if (stride == 1)
+      for (int64_t j = 0; j < count; ++j) f(to[j], from[j]);
+    else
+      for (int64_t j = 0; j < count; ++j) f(to[j], from[j * stride]);
+  }
+  template <class F>
+  void with_mask_dtype(F&& f) const {
+    if (p.mask.dtype == DType::boolean) return f(uint8_t());
+    if (p.mask.dtype == DType::f32) return f(float());
+    with_dtype_beside<T>(p.mask.dtype, f);
   }
 };
 
