@@ -157,3 +157,30 @@ def check_compiled(function, inputs, *fixed, dynamic=None, sizes=(5, 8, 1, 33, 6
                 results.append([*outputs, *(t.grad for t in leaves)])
             torch.testing.assert_close(*results)
         assert counter.frame_count <= 3
+
+
+def check_compiled_of_parts(function, inputs, *fixed) -> None:
+    """Gradients reach what one input, or each, was put together from by copies within the compiled code."""
+
+    def assembled(tensor):
+        whole = torch.empty_like(tensor)
+        half = max(1, tensor.shape[-1] // 2)
+        whole[..., :half].copy_(tensor[..., :half])
+        whole[..., half:].copy_(tensor[..., half:])
+        return whole
+
+    floating = [n for n, t in enumerate(inputs) if t.is_floating_point()]
+    for chosen in (*([n] for n in floating), floating):
+
+        def put_together(*given, chosen=chosen):
+            given = [assembled(t) if n in chosen else t for n, t in enumerate(given)]
+            return function(*given, *fixed)
+
+        results = []
+        torch._dynamo.reset()
+        for run in (torch.compile(put_together, fullgraph=True, backend="eager"), put_together):
+            leaves = [t.clone().requires_grad_(n in floating) for n, t in enumerate(inputs)]
+            torch.manual_seed(0)
+            sum(t.sin().sum() for t in run(*leaves)).backward()
+            results.append([t.grad for t in leaves])
+        torch.testing.assert_close(*results)

@@ -9,7 +9,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.utils.checkpoint
 from aggregation_cases import REDUCES, call, make_case, require_kernels
-from operator_checks import assert_same, negated
+from operator_checks import assert_same, check_compiled_of_parts, negated
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastattn
@@ -188,6 +188,16 @@ def test_compile_once_for_all_sizes(reduce, form):
         gradients = torch.autograd.grad(out, (x, w), case.grad_out)
         torch.testing.assert_close(gradients, (expected["grad_x"], expected["grad_edge_weight"]))
     assert counter.frame_count <= 3
+
+
+@pytest.mark.parametrize("reduce", ("sum", "max"))
+def test_compiled_gradients_of_tensors_put_together_from_parts(reduce):
+    require_kernels("cpu")
+    case = make_case(6, E=20, reduce=reduce, weighted=True)
+    graph = case.graph()
+    check_compiled_of_parts(
+        lambda x, w: (aggregate(x, graph, reduce, edge_weight=w),), [case.x, case.edge_weight]
+    )
 
 
 def test_compile_segments():

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.utils.checkpoint
-from operator_checks import check_compiled, negated, require, with_each
+from operator_checks import check_compiled, check_compiled_of_parts, negated, require, with_each
 from torch._subclasses import FakeTensorMode
 
 import fastattn
@@ -77,6 +77,11 @@ def test_compile_once_for_all_lengths(impl, name, dynamic):
     require(impl)
     function, inputs = COMPILED[name]
     check_compiled(function, inputs, impl, dynamic=dynamic)
+
+
+def test_compiled_gradients_of_tensors_put_together_from_parts():
+    require("cpu")
+    check_compiled_of_parts(with_options, optional(9), "cpu")
 
 
 def test_compile_with_inductor():

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from graph_attention_cases import FORMS, call, check, finite, function_of, make_case, require, same
-from operator_checks import NATIVE
+from operator_checks import NATIVE, check_compiled_of_parts
 
 import fastattn
 from fastattn.ops import _graph_attention_autograd as fused
@@ -318,6 +318,20 @@ def test_compile_with_dynamic_shapes(form):
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b)
     assert counter.frame_count <= 3
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_gradients_of_tensors_put_together_from_parts(form):
+    require("cpu")
+    case = make_case(form, 7, 9, 40, dtype=torch.float32)
+    names = oracle.TENSORS[form]
+
+    def program(*given):
+        return getattr(fastattn, form)(
+            *given[:3], case.graph, **{names[3]: given[3]}, return_attention=True, **case.options
+        )
+
+    check_compiled_of_parts(program, [case.tensors[n] for n in names[:4]])
 
 
 def test_export():

@@ -9,7 +9,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.utils.checkpoint
 from linear_attention_cases import require
-from operator_checks import check_compiled, negated, with_each
+from operator_checks import check_compiled, check_compiled_of_parts, negated, with_each
 from torch._subclasses import FakeTensorMode
 
 import fastattn
@@ -95,6 +95,11 @@ def test_compile_once_for_all_lengths(impl, name, dynamic):
     function, inputs = COMPILED[name]
     sizes = (5, 8, 1, 33, 64) if impl == "cpu" else (5, 8)
     check_compiled(function, inputs, impl, dynamic=dynamic, sizes=sizes)
+
+
+def test_compiled_gradients_of_tensors_put_together_from_parts():
+    require("cpu")
+    check_compiled_of_parts(with_options, optional(9), "cpu")
 
 
 def test_compile_with_inductor():

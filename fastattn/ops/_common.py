@@ -93,9 +93,9 @@ def needs_function(tensors: Sequence[Tensor | None]) -> bool:
 
 def apply_function(function, *args):
     if is_compiling():
-        # Tracing refuses one tensor as two arguments.
-        again = [isinstance(a, Tensor) and any(a is b for b in args[:n]) for n, a in enumerate(args)]
-        args = [a.view_as(a) if seen else a for a, seen in zip(args, again, strict=True)]
+        # Tracing refuses one tensor as two arguments, and does not notice that a tensor requires a gradient
+        # since parts of it were written to. A view is another tensor, and it is noticed there.
+        args = [a.view_as(a) if isinstance(a, Tensor) else a for a in args]
         return function.apply(*args)
     if _are_functorch_transforms_active():
         return function.apply(*args)
