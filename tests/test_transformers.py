@@ -291,12 +291,15 @@ def test_prefill_with_padding_writes_no_mask(name):
     assert "_Band" in repr(mask)
 
 
-@pytest.mark.parametrize("name", ("mistral", "gpt_oss", "t5"))
+@pytest.mark.parametrize("name", ("mistral", "gpt_oss", "t5", "gpt2"))
 def test_attention_weights_are_those_of_eager(name):
     inputs = padded("right")
     if name == "t5":
         config = SEQUENCE_TO_SEQUENCE["t5"]()
         model = build(transformers.T5EncoderModel, config)
+    elif name == "gpt2":  # does not tell its layers that weights are asked for
+        config = transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=16)
+        model = build(transformers.GPT2Model, config)
     else:
         model = decoder(name)
 

@@ -130,7 +130,7 @@ def attention_forward(
     if s_aux is not None:
         options["sinks"] = s_aux
     gqa = query.shape[1] != key.shape[1]
-    if output_attentions:
+    if output_attentions or _weights_are_collected():
         out, weights = attention_with_weights(
             query, key, value, attention_mask, dropout_p=dropout, is_causal=causal, scale=scaling,
             enable_gqa=gqa, average_weights=False, **options,
@@ -140,6 +140,13 @@ def attention_forward(
         query, key, value, attention_mask, dropout, causal, scaling, gqa, **options
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _weights_are_collected() -> bool:
+    """Whether weights were asked for at the model, which not every model hands on to its layers."""
+    collecting = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    collected = None if collecting is None or is_compiling() else collecting.get()
+    return collected is not None and any(name.endswith("attentions") for name in collected)
 
 
 def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
