@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 import triton
-from fastattn.kernels import _edges, aggregation, attention, graph_attention
+from fastattn.kernels import _attention_kernels, _edges, aggregation, attention, graph_attention
 from fastattn.kernels._common import INTERPRETED, compile_only
 from triton.backends.compiler import GPUTarget
 
@@ -268,12 +268,13 @@ def _describe(name: str, case: Case, kernel: str, config, compiled) -> Row:
         target.shared_of_sm // shared if shared else 2048,
     )  # fmt: skip
     tile = f"{' x '.join(map(str, config[:-2]))}, {config.warps}, {config.stages}"
-    return Row(name, str(case), kernel.lstrip("_"), tile, registers, spills, shared, matrix, wide, programs)
+    kernel = kernel.strip("_").removesuffix("_kernel")
+    return Row(name, str(case), kernel, tile, registers, spills, shared, matrix, wide, programs)
 
 
 def compile_case(name: str, case: Case) -> list[Row]:
     """All kernels of a call, compiled for a target."""
-    for module in (_edges, aggregation, attention, graph_attention):
+    for module in (_edges, _attention_kernels, aggregation, graph_attention):
         for kernel in vars(module).values():
             if isinstance(kernel, triton.runtime.JITFunction):
                 kernel.device_caches.clear()

@@ -1,44 +1,20 @@
-"""Softmax attention in Triton: the registered ops of fastattn/ops/_attention_autograd.py.
-
-A program of the forward holds one tile of queries and walks over the keys that its rows may see, in three
-stretches: the blocks at the left edge of the window, those that every row sees, where nothing has to be
-checked, and those at the right edge, where the causal diagonal and the last key are. The backward is two
-kernels that compute the scores again, one with a tile of queries for their gradient and one with a tile of
-keys for theirs, so that every gradient has one writer and one order of summation: no atomics, repeatable bit
-by bit.
-
-Scores are in units of log2 throughout: the scale carries log2(e), and weights are exp2. What no row of a tile
-sees is read as zero, so that a NaN there cannot meet a weight of zero in a product.
-
-Dao, FlashAttention-2, arXiv:2307.08691; the online softmax: Milakov and Gimelshein, arXiv:1805.02867.
-"""
+"""Softmax attention in Triton: the registered ops of fastattn/ops/_attention_autograd.py."""
 
 import math
 
 import torch
-import triton
-import triton.language as tl
+from fastattn.kernels import _attention_kernels as kernels
 from fastattn.kernels._common import (
     INTERPRETED,
-    LOG2E,
     Config,
     architecture,
     block_of,
     check,
     choose_config,
-    device,
-    dropout_keep,
     dropout_threshold,
-    dropout_words,
     launch,
-    load_rows,
     needs_wide_offsets,
     precision,
-    product,
-    seed_word,
-    store_rows,
-    to_log2,
-    to_natural,
 )
 from torch import Tensor
 
@@ -112,632 +88,6 @@ GRAD_KEY_VALUE: Table = {
 for table in (FORWARD, GRAD_QUERY, GRAD_KEY_VALUE):
     table["cuda:100"] = table["cuda:90"]  # tcgen05 takes the shapes of wgmma
     table["xpu"] = table["cuda:80"]  # nothing is known of it; the small tiles
-
-
-# Beyond this a score in units of log2 is exact to no better than 2^-4.
-COARSE = tl.constexpr(2.0**20)
-
-# Lengths, and what depends on them, are never specialised: a new length must not mean a new compilation.
-LENGTHS = ["H", "group", "L", "S", "offset", "left", "right", "threshold"]
-
-
-@device
-def _tanh(x):
-    """A continued fraction near 0, where the exponential form would lose its leading digits."""
-    DEPTH: tl.constexpr = 8 if x.dtype == tl.float64 else 4
-    y = x * x
-    numerator, denominator = x, x * 0 + 1
-    last_numerator, last_denominator = x * 0, x * 0 + 1
-    for n in tl.static_range(1, DEPTH):
-        next_numerator = (2 * n + 1) * numerator + y * last_numerator
-        next_denominator = (2 * n + 1) * denominator + y * last_denominator
-        last_numerator, last_denominator = numerator, denominator
-        numerator, denominator = next_numerator, next_denominator
-    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
-    far = tl.abs(x) > 0.5
-    numerator = tl.where(far, tl.where(x < 0, e - 1, 1 - e), numerator)
-    return numerator / tl.where(far, 1 + e, denominator)
-
-
-@device
-def _clip(x, end):
-    return tl.minimum(tl.maximum(x, 0), end)
-
-
-@device
-def _seen_keys(first, last, S, offset, left, right):
-    """Keys [begin, end) that some row of first..last may see, and [inner, outer) that all of them do."""
-    begin, inner, outer, end = S * 0, S * 0, S, S
-    if left is not None:
-        begin = _clip(first + offset - left, S)
-        inner = _clip(last + offset - left, S)
-    if right is not None:
-        outer = _clip(first + offset + right + 1, S)
-        end = _clip(last + offset + right + 1, S)
-    return begin, inner, outer, end
-
-
-@device
-def _seeing_rows(first, last, L, offset, left, right):
-    """Rows [begin, end) that may see some key of first..last, and [inner, outer) that see all of them."""
-    begin, inner, outer, end = L * 0, L * 0, L, L
-    if right is not None:
-        begin = _clip(first - offset - right, L)
-        inner = _clip(last - offset - right, L)
-    if left is not None:
-        outer = _clip(first - offset + left + 1, L)
-        end = _clip(last - offset + left + 1, L)
-    return begin, inner, outer, end
-
-
-@device
-def _stretch(part: tl.constexpr, begin, inner, outer, end, BLOCK: tl.constexpr):
-    """Blocks of the left edge, of the inside that needs no check, and of the right edge."""
-    inner = (inner + BLOCK - 1) // BLOCK * BLOCK
-    outer = outer // BLOCK * BLOCK
-    if part == 0:
-        return begin // BLOCK * BLOCK, tl.minimum(inner, end)
-    elif part == 1:
-        return inner, outer
-    else:
-        return tl.maximum(inner, outer), end
-
-
-@device
-def _rows_see(i, S, offset, left, right):
-    """Whether the window leaves a row any key."""
-    begin, inner, outer, end = _seen_keys(i, i, S, offset, left, right)
-    return begin + 0 * i < end
-
-
-@device
-def _scores(
-    dots, b, h, r, c, row, column, L, S, offset, left, right, mask, mask_stride, shown, slope, scale, softcap,
-    SOFTCAP: tl.constexpr, CHECK: tl.constexpr,
-):  # fmt: skip
-    """Scores in units of log2, which of them are visible, and d(capped score) / d(scaled score).
-
-    For rows ``row + r`` and keys ``column + c``, in either orientation. ``shown``: those that
-    key_padding_mask shows.
-    """
-    ACCURATE: tl.constexpr = dots.dtype
-    i, j = row + r, column + c
-    bend = dots
-    if SOFTCAP:
-        capped = _tanh(dots * tl.full([], scale / softcap, ACCURATE))
-        bend = 1 - capped * capped
-        score = capped * tl.full([], softcap * LOG2E, ACCURATE)
-    else:
-        score = dots * tl.full([], scale * LOG2E, ACCURATE)
-    if slope is not None:
-        score -= slope * LOG2E * tl.abs(i + offset - j).to(ACCURATE)
-    visible = (i < L) & (j < S)
-    if CHECK:
-        if left is not None:
-            visible = visible & (j >= i + offset - left)
-        if right is not None:
-            visible = visible & (j <= i + offset + right)
-    if shown is not None:
-        visible = visible & shown
-    if mask is not None:
-        at = mask + b * mask_stride[0] + h * mask_stride[1]
-        at += tl.cast(row, tl.int64) * mask_stride[2] + tl.cast(column, tl.int64) * mask_stride[3]
-        at = at + r * mask_stride[2] + c * mask_stride[3]
-        if mask.dtype.element_ty == tl.uint8:
-            visible = visible & (tl.load(at, mask=visible, other=0) != 0)
-        else:
-            bias = tl.load(at, mask=visible, other=-float("inf")).to(ACCURATE)
-            visible = visible & (bias != -float("inf"))
-            score += to_log2(bias)
-    if CHECK or shown is not None or mask is not None:
-        score = tl.where(visible, score, -float("inf"))
-        if SOFTCAP:
-            bend = tl.where(visible, bend, 0.0)
-    return score, visible, bend
-
-
-@device
-def _shown(padding, padding_stride, b, j, present):
-    """Of the keys j that are ``present``, those that key_padding_mask shows."""
-    at = padding + b * padding_stride[0] + j.to(tl.int64) * padding_stride[1]
-    return tl.load(at, mask=present, other=0) != 0
-
-
-@device
-def _weights(score, level, logarithm, visible, CHECK: tl.constexpr):
-    """exp2(score - level - logarithm), the softmax; ``level`` may be infinite where nothing is visible."""
-    weights = tl.exp2(score - level - logarithm)
-    if CHECK:
-        weights = tl.where(visible, weights, 0.0)
-    return weights
-
-
-@device
-def _load_level(lse, log_sum, at, shown):
-    """What turns the scores of rows into weights, in units of log2; rows that are not ``shown`` weigh 0."""
-    level = tl.load(lse + at, mask=shown, other=float("inf"))
-    if log_sum is None:
-        return to_log2(level), 0.0
-    else:
-        return level, tl.load(log_sum + at, mask=shown, other=0.0)
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def _forward(
-    query, key, value, mask, padding, alibi, sinks, seed, out, lse, log_sum,
-    query_stride, key_stride, value_stride, mask_stride, padding_stride, alibi_stride, sinks_stride,
-    out_stride,
-    H, group, L, S, offset, left, right, threshold,
-    scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64,
-    SOFTCAP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):  # fmt: skip
-    """One tile of queries of one head: out and lse.
-
-    Or, without values, what turns its scores back into weights: ``lse`` is in natural units first and in
-    those of log2 afterwards, and where it is too large to tell how many keys share a weight, it becomes their
-    maximum and ``log_sum`` that number's logarithm.
-    """
-    ACCURATE: tl.constexpr = tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32
-    MASKED: tl.constexpr = mask is not None
-    PADDED: tl.constexpr = padding is not None
-    # The last rows come first: under a causal mask they are the longest.
-    tiles = (L + BLOCK_Q - 1) // BLOCK_Q
-    row = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_Q
-    head = (tl.program_id(0) // tiles).to(tl.int64)
-    b, h = head // H, head % H
-    r, c = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
-    channels, value_channels = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    i = row + r
-    in_tile = i < L
-    if WIDE:
-        r, c = r.to(tl.int64), c.to(tl.int64)
-        channels, value_channels = channels.to(tl.int64), value_channels.to(tl.int64)
-
-    slope = None
-    if alibi is not None:
-        slope = tl.load(alibi + b * alibi_stride[0] + h * alibi_stride[1])
-    if seed is not None:
-        word1, word2 = dropout_words(seed_word(seed), head * L + i + 1)
-
-    top = tl.full([BLOCK_Q], -float("inf"), ACCURATE)
-    total = tl.full([BLOCK_Q], 0, ACCURATE)
-    if sinks is not None:
-        sink = to_log2(tl.load(sinks + h * sinks_stride[0]).to(ACCURATE))
-        top = tl.full([BLOCK_Q], 0, ACCURATE) + sink
-        total = tl.where(top == -float("inf"), total, 1.0)
-    begin, inner, outer, end = _seen_keys(row, tl.minimum(row + BLOCK_Q, L) - 1, S, offset, left, right)
-    seen = tl.full([BLOCK_Q], 0, tl.int32) > 0
-    if value is None:
-        given = to_log2(tl.load(lse + head * L + i, mask=in_tile, other=0.0))
-        coarse = (tl.abs(given) > COARSE) & (tl.abs(given) < float("inf"))
-        wanted = tl.max(coarse.to(tl.int32), 0)
-        begin, inner, outer, end = begin * wanted, inner * wanted, outer * wanted, end * wanted
-    else:
-        result = tl.full([BLOCK_Q, BLOCK_DV], 0, ACCURATE)
-
-    q = load_rows(query, query_stride, b, h, row, r, channels, in_tile, D, BLOCK_D, True)
-    for part in tl.static_range(3):
-        if part != 0 or left is not None:
-            start, stop = _stretch(part, begin, inner, outer, end, BLOCK_K)
-            for column in range(start, stop, BLOCK_K):
-                present = (column + c >= begin) & (column + c < end)
-                shown = None
-                if PADDED:
-                    present = _shown(padding, padding_stride, b, column + c, present)
-                    shown = present[None, :]
-                k = load_rows(key, key_stride, b, h // group, column, c, channels, present, D, BLOCK_D,
-                    part != 1 or PADDED,
-                )  # fmt: skip
-                dots = product(q, tl.trans(k), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
-                score, visible, _ = _scores(
-                    dots, b, h, r[:, None], c[None, :], row, column, L, S, offset, left, right, mask,
-                    mask_stride, shown, slope, scale, softcap, SOFTCAP, part != 1,
-                )  # fmt: skip
-                if MASKED or PADDED:
-                    seen = seen | (tl.max(visible.to(tl.int32), 1) > 0)
-                above = tl.maximum(top, tl.max(score, 1))
-                shift = tl.where(above == -float("inf"), 0.0, above)
-                rescale = tl.exp2(top - shift)
-                weights = tl.exp2(score - shift[:, None])
-                total = total * rescale + tl.sum(weights, 1)
-                top = above
-                if value is not None:
-                    v = load_rows(value, value_stride, b, h // group, column, c, value_channels, present, DV,
-                        BLOCK_DV, part != 1 or PADDED,
-                    )  # fmt: skip
-                    if MASKED:
-                        v = tl.where((tl.max(visible.to(tl.int32), 0) > 0)[:, None], v, 0.0)
-                    if seed is not None:
-                        keep = dropout_keep(word1[:, None], word2[:, None], (column + c)[None, :], threshold)
-                        weights = tl.where(keep, weights, 0.0)
-                    result = product(weights, v, result * rescale[:, None], PRECISION, UPCAST)
-
-    if value is None:
-        tl.store(lse + head * L + i, tl.where(coarse, top, given), mask=in_tile)
-        tl.store(log_sum + head * L + i, tl.where(coarse, tl.log2(total), 0.0), mask=in_tile)
-    else:
-        if not (MASKED or PADDED):
-            seen = _rows_see(i, S, offset, left, right)
-        # Only masks make a row empty: scores that are all -inf by value are NaN, as in plain PyTorch.
-        total = tl.where(seen & (top == -float("inf")), float("nan"), total)
-        result = tl.where(seen[:, None], result * (tl.full([], keep_scale, ACCURATE) / total)[:, None], 0.0)
-        store_rows(out, out_stride, b, h, row, r,
-                   value_channels, in_tile, DV, result)  # fmt: skip
-        tl.store(lse + head * L + i, to_natural(top, total), mask=in_tile)
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def _grad_query(
-    grad_out, grad_lse, query, key, value, mask, padding, alibi, sinks, seed, out, lse, log_sum,
-    grad_query, delta, alibi_sum, sinks_sum,
-    grad_out_stride, grad_lse_stride, query_stride, key_stride, value_stride, mask_stride, padding_stride,
-    alibi_stride, sinks_stride, out_stride, grad_query_stride,
-    H, group, L, S, offset, left, right, threshold,
-    scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64,
-    SOFTCAP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):  # fmt: skip
-    """One tile of queries of one head: their gradient, ``delta`` for that of keys and values, and what the
-    tile adds to the gradients of slopes and sinks.
-
-    With P the weights, dP = dO V^T and delta = rowsum(dO * O) - dlse, the gradient of a score is dS = P *
-    (dP - delta).
-    """
-    ACCURATE: tl.constexpr = tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32
-    MASKED: tl.constexpr = mask is not None
-    PADDED: tl.constexpr = padding is not None
-    tiles = (L + BLOCK_Q - 1) // BLOCK_Q
-    tile = tiles - 1 - tl.program_id(0) % tiles
-    row = tile * BLOCK_Q
-    head = (tl.program_id(0) // tiles).to(tl.int64)
-    b, h = head // H, head % H
-    r, c = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
-    channels, value_channels = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    i = row + r
-    in_tile = i < L
-    if WIDE:
-        r, c = r.to(tl.int64), c.to(tl.int64)
-        channels, value_channels = channels.to(tl.int64), value_channels.to(tl.int64)
-
-    slope = None
-    if alibi is not None:
-        slope = tl.load(alibi + b * alibi_stride[0] + h * alibi_stride[1])
-    if seed is not None:
-        word1, word2 = dropout_words(seed_word(seed), head * L + i + 1)
-
-    q = load_rows(query, query_stride, b, h, row, r, channels, in_tile, D, BLOCK_D, True)
-    do = load_rows(
-        grad_out,
-        grad_out_stride,
-        b,
-        h,
-        row,
-        r,
-        value_channels,
-        in_tile,
-        DV,
-        BLOCK_DV,
-        True,
-    )
-    o = load_rows(out, out_stride, b, h, row, r, value_channels,
-        in_tile, DV, BLOCK_DV, True,
-    )  # fmt: skip
-    inside = tl.sum(do.to(ACCURATE) * o.to(ACCURATE), 1)
-    outside = tl.full([BLOCK_Q], 0, ACCURATE)
-    if grad_lse is not None:
-        grad_lse += (
-            b * grad_lse_stride[0] + h * grad_lse_stride[1] + tl.cast(row, tl.int64) * grad_lse_stride[2]
-        )
-        outside = tl.load(grad_lse + r * grad_lse_stride[2], mask=in_tile, other=0.0)
-    difference = inside - outside
-    tl.store(delta + head * L + i, difference, mask=in_tile)
-    level, logarithm = _load_level(lse, log_sum, head * L + i, in_tile)
-    logarithm_column = logarithm
-    if log_sum is not None:
-        logarithm_column = logarithm[:, None]
-
-    begin, inner, outer, end = _seen_keys(row, tl.minimum(row + BLOCK_Q, L) - 1, S, offset, left, right)
-    seen = tl.full([BLOCK_Q], 0, tl.int32) > 0
-    grad = tl.full([BLOCK_Q, BLOCK_D], 0, ACCURATE)
-    slopes = tl.full([BLOCK_Q], 0, ACCURATE)
-    for part in tl.static_range(3):
-        if part != 0 or left is not None:
-            start, stop = _stretch(part, begin, inner, outer, end, BLOCK_K)
-            for column in range(start, stop, BLOCK_K):
-                present = (column + c >= begin) & (column + c < end)
-                shown = None
-                if PADDED:
-                    present = _shown(padding, padding_stride, b, column + c, present)
-                    shown = present[None, :]
-                k = load_rows(key, key_stride, b, h // group, column, c, channels, present, D, BLOCK_D,
-                    part != 1 or PADDED,
-                )  # fmt: skip
-                v = load_rows(value, value_stride, b, h // group, column, c, value_channels, present, DV,
-                    BLOCK_DV, part != 1 or PADDED,
-                )  # fmt: skip
-                dots = product(q, tl.trans(k), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
-                score, visible, bend = _scores(
-                    dots, b, h, r[:, None], c[None, :], row, column, L, S, offset, left, right, mask,
-                    mask_stride, shown, slope, scale, softcap, SOFTCAP, part != 1,
-                )  # fmt: skip
-                weights = _weights(
-                    score, level[:, None], logarithm_column, visible, part != 1 or MASKED or PADDED
-                )
-                grads = product(do, tl.trans(v), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
-                if seed is not None:
-                    keep = dropout_keep(word1[:, None], word2[:, None], (column + c)[None, :], threshold)
-                    grads = tl.where(keep, grads * tl.full([], keep_scale, ACCURATE), 0.0)
-                grads = weights * (grads - difference[:, None])
-                if part != 1 or MASKED or PADDED:
-                    grads = tl.where(visible, grads, 0.0)
-                if MASKED or PADDED:
-                    seen = seen | (tl.max(visible.to(tl.int32), 1) > 0)
-                if MASKED:
-                    k = tl.where((tl.max(visible.to(tl.int32), 0) > 0)[:, None], k, 0.0)
-                if alibi_sum is not None:
-                    distance = tl.abs(i[:, None] + offset - (column + c)[None, :]).to(ACCURATE)
-                    slopes -= tl.sum(grads * distance, 1)
-                if SOFTCAP:
-                    grads *= bend
-                grad = product(grads, k, grad, PRECISION, UPCAST)
-
-    if not (MASKED or PADDED):
-        seen = _rows_see(i, S, offset, left, right)
-    seen = seen & in_tile
-    grad = tl.where(seen[:, None], grad * tl.full([], scale, ACCURATE), 0.0)
-    store_rows(grad_query, grad_query_stride, b, h, row, r, channels, in_tile, D, grad)  # fmt: skip
-    if alibi_sum is not None:
-        tl.store(alibi_sum + head * tiles + tile, tl.sum(slopes, 0))
-    if sinks_sum is not None:
-        sink = tl.full([BLOCK_Q], 0, ACCURATE) + to_log2(tl.load(sinks + h * sinks_stride[0]).to(ACCURATE))
-        weights = _weights(sink, level, logarithm, in_tile & (sink != -float("inf")), True)
-        taken = tl.where(in_tile, weights * (outside - tl.where(seen, inside, 0.0)), 0.0)
-        tl.store(sinks_sum + head * tiles + tile, tl.sum(taken, 0))
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def _grad_key_value(
-    grad_out, query, key, value, mask, padding, alibi, seed, lse, log_sum, delta, grad_key, grad_value,
-    grad_out_stride, query_stride, key_stride, value_stride, mask_stride, padding_stride, alibi_stride,
-    grad_key_stride, grad_value_stride,
-    H, group, L, S, offset, left, right, threshold,
-    scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64,
-    SOFTCAP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):  # fmt: skip
-    """One tile of keys of one key/value head: their gradients, over all query heads that share it."""
-    ACCURATE: tl.constexpr = tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32
-    MASKED: tl.constexpr = mask is not None
-    PADDED: tl.constexpr = padding is not None
-    tiles = (S + BLOCK_K - 1) // BLOCK_K
-    column = tl.program_id(0) % tiles * BLOCK_K
-    shared = (tl.program_id(0) // tiles).to(tl.int64)
-    b, shared = shared // (H // group), shared % (H // group)
-    r, c = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
-    channels, value_channels = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    j = column + c
-    in_tile = j < S
-    if WIDE:
-        r, c = r.to(tl.int64), c.to(tl.int64)
-        channels, value_channels = channels.to(tl.int64), value_channels.to(tl.int64)
-
-    shown = None
-    if PADDED:
-        shown = _shown(padding, padding_stride, b, j, in_tile)[:, None]
-    k = load_rows(key, key_stride, b, shared, column, c,
-                  channels, in_tile, D, BLOCK_D, True)  # fmt: skip
-    v = load_rows(value, value_stride, b, shared,
-                  column, c, value_channels, in_tile, DV, BLOCK_DV, True)  # fmt: skip
-    dk = tl.full([BLOCK_K, BLOCK_D], 0, ACCURATE)
-    dv = tl.full([BLOCK_K, BLOCK_DV], 0, ACCURATE)
-    begin, inner, outer, end = _seeing_rows(
-        column, tl.minimum(column + BLOCK_K, S) - 1, L, offset, left, right
-    )
-    for g in range(0, group):
-        h = shared * group + g
-        first_row = (b * H + h) * L
-        slope = None
-        if alibi is not None:
-            slope = tl.load(alibi + b * alibi_stride[0] + h * alibi_stride[1])
-        for part in tl.static_range(3):
-            if part != 0 or right is not None:
-                start, stop = _stretch(part, begin, inner, outer, end, BLOCK_Q)
-                for row in range(start, stop, BLOCK_Q):
-                    i = row + tl.arange(0, BLOCK_Q)
-                    present = (i >= begin) & (i < end)
-                    q = load_rows(query, query_stride, b, h, row, r, channels, present, D, BLOCK_D,
-                        part != 1,
-                    )  # fmt: skip
-                    do = load_rows(grad_out, grad_out_stride, b, h, row, r, value_channels, present, DV,
-                        BLOCK_DV, part != 1,
-                    )  # fmt: skip
-                    level, logarithm = _load_level(lse, log_sum, first_row + i, present)
-                    if log_sum is not None:
-                        logarithm = logarithm[None, :]
-                    difference = tl.load(delta + first_row + i, mask=present, other=0.0)
-                    dots = product(
-                        k, tl.trans(q), tl.full([BLOCK_K, BLOCK_Q], 0, ACCURATE), PRECISION, UPCAST
-                    )
-                    score, visible, bend = _scores(
-                        dots, b, h, r[None, :], c[:, None], row, column, L, S, offset, left, right,
-                        mask, mask_stride, shown, slope, scale, softcap, SOFTCAP, part != 1,
-                    )  # fmt: skip
-                    weights = _weights(
-                        score, level[None, :], logarithm, visible, part != 1 or MASKED or PADDED
-                    )
-                    if MASKED or PADDED:
-                        some = (tl.max(visible.to(tl.int32), 0) > 0)[:, None]
-                        q, do = tl.where(some, q, 0.0), tl.where(some, do, 0.0)
-                    grads = product(
-                        v, tl.trans(do), tl.full([BLOCK_K, BLOCK_Q], 0, ACCURATE), PRECISION, UPCAST
-                    )
-                    kept = weights
-                    if seed is not None:
-                        word1, word2 = dropout_words(seed_word(seed), first_row + i + 1)
-                        keep = dropout_keep(word1[None, :], word2[None, :], j[:, None], threshold)
-                        kept = tl.where(keep, weights, 0.0)
-                        grads = tl.where(keep, grads * tl.full([], keep_scale, ACCURATE), 0.0)
-                    dv = product(kept, do, dv, PRECISION, UPCAST)
-                    grads = weights * (grads - difference[None, :])
-                    if part != 1 or MASKED or PADDED:
-                        grads = tl.where(visible, grads, 0.0)
-                    if SOFTCAP:
-                        grads *= bend
-                    dk = product(grads, q, dk, PRECISION, UPCAST)
-
-    store_rows(grad_key, grad_key_stride, b, shared, column, c, channels, in_tile, D,
-               dk * tl.full([], scale, ACCURATE))  # fmt: skip
-    store_rows(grad_value, grad_value_stride, b, shared, column, c, value_channels, in_tile, DV,
-               dv * tl.full([], keep_scale, ACCURATE))  # fmt: skip
-
-
-@triton.jit(do_not_specialize=[*LENGTHS, "sizes", "shared", "chunks", "per_chunk"])
-def _grad_mask(
-    grad_out, query, key, value, mask, padding, alibi, seed, lse, log_sum, delta, grad_mask,
-    grad_out_stride, query_stride, key_stride, value_stride, mask_stride, padding_stride, alibi_stride,
-    grad_mask_stride, sizes, shared, chunks, per_chunk,
-    H, group, L, S, offset, left, right, threshold,
-    scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64,
-    SOFTCAP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    UPCAST: tl.constexpr, ROWS_SHARED: tl.constexpr, KEYS_SHARED: tl.constexpr,
-):  # fmt: skip
-    """One tile of a mask's gradient, over a chunk of what shares it: ``shared`` batches, heads, tiles of rows
-    and of keys are added one after another. The mask itself has ``sizes`` of them."""
-    ACCURATE: tl.constexpr = tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32
-    chunk = tl.program_id(0) % chunks
-    n = tl.program_id(0) // chunks
-    n, key_tile = n // sizes[3], n % sizes[3]
-    n, row_tile = n // sizes[2], n % sizes[2]
-    mask_b, mask_h = n // sizes[1], n % sizes[1]
-    r, c = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
-    channels, value_channels = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    if WIDE:
-        r, c = r.to(tl.int64), c.to(tl.int64)
-        channels, value_channels = channels.to(tl.int64), value_channels.to(tl.int64)
-
-    total = tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE)
-    items = shared[0] * shared[1] * shared[2] * shared[3]
-    for item in range(chunk * per_chunk, tl.minimum((chunk + 1) * per_chunk, items)):
-        column = (key_tile + item % shared[3]) * BLOCK_K
-        row = (row_tile + item // shared[3] % shared[2]) * BLOCK_Q
-        h = tl.cast(mask_h + item // (shared[3] * shared[2]) % shared[1], tl.int64)
-        b = tl.cast(mask_b + item // (shared[3] * shared[2] * shared[1]), tl.int64)
-        begin, inner, outer, end = _seen_keys(row, tl.minimum(row + BLOCK_Q, L) - 1, S, offset, left, right)
-        if (column < end) & (column + BLOCK_K > begin):
-            i, j = row + tl.arange(0, BLOCK_Q), column + tl.arange(0, BLOCK_K)
-            q = load_rows(query, query_stride, b, h,
-                          row, r, channels, i < L, D, BLOCK_D, True)  # fmt: skip
-            do = load_rows(grad_out, grad_out_stride, b, h, row, r, value_channels, i < L, DV, BLOCK_DV, True,
-            )  # fmt: skip
-            k = load_rows(key, key_stride, b, h // group,
-                          column, c, channels, j < S, D, BLOCK_D, True)  # fmt: skip
-            v = load_rows(value, value_stride, b, h // group,
-                column, c, value_channels, j < S, DV, BLOCK_DV, True,
-            )  # fmt: skip
-            shown = None
-            if padding is not None:
-                shown = _shown(padding, padding_stride, b, j, j < S)[None, :]
-            slope = None
-            if alibi is not None:
-                slope = tl.load(alibi + b * alibi_stride[0] + h * alibi_stride[1])
-            dots = product(q, tl.trans(k), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
-            score, visible, _ = _scores(
-                dots, b, h, r[:, None], c[None, :], row, column, L, S, offset, left, right,
-                mask, mask_stride, shown, slope, scale, softcap, SOFTCAP,
-                True,
-            )  # fmt: skip
-            first_row = (b * H + h) * L
-            level, logarithm = _load_level(lse, log_sum, first_row + i, i < L)
-            if log_sum is not None:
-                logarithm = logarithm[:, None]
-            weights = _weights(score, level[:, None], logarithm, visible, True)
-            grads = product(do, tl.trans(v), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
-            if seed is not None:
-                word1, word2 = dropout_words(seed_word(seed), first_row + i + 1)
-                keep = dropout_keep(word1[:, None], word2[:, None], j[None, :], threshold)
-                grads = tl.where(keep, grads * tl.full([], keep_scale, ACCURATE), 0.0)
-            difference = tl.load(delta + first_row + i, mask=i < L, other=0.0)
-            total += tl.where(visible, weights * (grads - difference[:, None]), 0.0)
-
-    grad_mask += (
-        tl.cast(chunk, tl.int64) * grad_mask_stride[0] + tl.cast(mask_b, tl.int64) * grad_mask_stride[1]
-    )
-    grad_mask += tl.cast(mask_h, tl.int64) * grad_mask_stride[2]
-    rows, columns = row_tile * BLOCK_Q + r, key_tile * BLOCK_K + c
-    if ROWS_SHARED and KEYS_SHARED:
-        tl.store(grad_mask, tl.sum(tl.sum(total, 1), 0))
-    elif ROWS_SHARED:
-        tl.store(grad_mask + columns, tl.sum(total, 0), mask=columns < S)
-    elif KEYS_SHARED:
-        tl.store(grad_mask + rows, tl.sum(total, 1), mask=rows < L)
-    else:
-        at = grad_mask + rows[:, None].to(tl.int64) * grad_mask_stride[3] + columns[None, :]
-        tl.store(at, total, mask=(rows < L)[:, None] & (columns < S)[None, :])
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def _all_weights(
-    query, key, mask, padding, alibi, seed, lse, log_sum, weights,
-    query_stride, key_stride, mask_stride, padding_stride, alibi_stride,
-    H, group, L, S, offset, left, right, threshold,
-    scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64,
-    SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
-    AVERAGE: tl.constexpr,
-):  # fmt: skip
-    """One tile of the weights themselves, of a head or of the mean over heads."""
-    ACCURATE: tl.constexpr = tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32
-    key_tiles, row_tiles = (S + BLOCK_K - 1) // BLOCK_K, (L + BLOCK_Q - 1) // BLOCK_Q
-    column = tl.program_id(0) % key_tiles * BLOCK_K
-    n = tl.program_id(0) // key_tiles
-    row = n % row_tiles * BLOCK_Q
-    n = (n // row_tiles).to(tl.int64)
-    if AVERAGE:
-        b, first_head, heads = n, n * 0, H
-    else:
-        b, first_head, heads = n // H, n % H, H // H
-    r, c = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
-    channels = tl.arange(0, BLOCK_D)
-    i, j = row + r, column + c
-    if WIDE:
-        r, c, channels = r.to(tl.int64), c.to(tl.int64), channels.to(tl.int64)
-    shown = None
-    if padding is not None:
-        shown = _shown(padding, padding_stride, b, j, j < S)[None, :]
-    total = tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE)
-    for x in range(0, heads):
-        h = first_head + x
-        q = load_rows(query, query_stride, b, h, row, r,
-                      channels, i < L, D, BLOCK_D, True)  # fmt: skip
-        k = load_rows(key, key_stride, b, h // group, column,
-                      c, channels, j < S, D, BLOCK_D, True)  # fmt: skip
-        slope = None
-        if alibi is not None:
-            slope = tl.load(alibi + b * alibi_stride[0] + h * alibi_stride[1])
-        dots = product(q, tl.trans(k), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
-        score, visible, _ = _scores(
-            dots, b, h, r[:, None], c[None, :], row, column, L, S, offset, left, right, mask, mask_stride,
-            shown, slope, scale, softcap, SOFTCAP, True,
-        )  # fmt: skip
-        first_row = (b * H + h) * L
-        level, logarithm = _load_level(lse, log_sum, first_row + i, i < L)
-        if log_sum is not None:
-            logarithm = logarithm[:, None]
-        found = _weights(score, level[:, None], logarithm, visible, True)
-        if seed is not None:
-            word1, word2 = dropout_words(seed_word(seed), first_row + i + 1)
-            keep = dropout_keep(word1[:, None], word2[:, None], j[None, :], threshold)
-            found = tl.where(keep, found * tl.full([], keep_scale, ACCURATE), 0.0)
-        total += found
-    if AVERAGE:
-        total = total / H
-    at = weights + (n * L + row) * S + column + tl.arange(0, BLOCK_Q)[:, None].to(tl.int64) * S + c[None, :]
-    tl.store(at, total.to(weights.dtype.element_ty), mask=(i < L)[:, None] & (j < S)[None, :])
 
 
 # Masks' gradients are added in this many chunks where the mask has few tiles of its own: enough for any GPU,
@@ -838,8 +188,8 @@ class _Call:
             return lse.contiguous(), None
         level, log_sum = lse.clone(memory_format=torch.contiguous_format), self.empty(self.B, self.H, self.L)
         self.launch(
-            _forward, FORWARD, lambda config: self.B * self.H * self.tiles(config)[0], value=None,
-            value_stride=None, seed=None, lse=level, log_sum=log_sum, out=None, out_stride=None,
+            kernels.forward_kernel, FORWARD, lambda config: self.B * self.H * self.tiles(config)[0],
+            value=None, value_stride=None, seed=None, lse=level, log_sum=log_sum, out=None, out_stride=None,
         )  # fmt: skip
         return level, log_sum
 
@@ -857,7 +207,11 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, *args) -> tuple
     lse = call.empty(call.B, call.H, call.L)
     call.add("out", out)
     call.launch(
-        _forward, FORWARD, lambda config: call.B * call.H * call.tiles(config)[0], lse=lse, log_sum=None
+        kernels.forward_kernel,
+        FORWARD,
+        lambda config: call.B * call.H * call.tiles(config)[0],
+        lse=lse,
+        log_sum=None,
     )
     return out, lse
 
@@ -897,7 +251,7 @@ def attention_backward(
     alibi_sum = call.empty(B, H, rows) if alibi_grad else None
     sinks_sum = call.empty(B, H, rows) if sinks_grad else None
     call.launch(
-        _grad_query,
+        kernels.grad_query_kernel,
         GRAD_QUERY,
         lambda config: B * H * rows,
         alibi_sum=alibi_sum,
@@ -905,7 +259,10 @@ def attention_backward(
         **saved,
     )
     call.launch(
-        _grad_key_value, GRAD_KEY_VALUE, lambda config: B * key.shape[1] * call.tiles(config)[1], **saved
+        kernels.grad_key_value_kernel,
+        GRAD_KEY_VALUE,
+        lambda config: B * key.shape[1] * call.tiles(config)[1],
+        **saved,
     )
     grad_mask, grad_alibi, grad_sinks = query.new_empty(0), query.new_empty(0), query.new_empty(0)
     if mask_grad:
@@ -932,7 +289,7 @@ def _sum_mask_grad(call: _Call, attn_mask: Tensor, saved: dict[str, Tensor]) -> 
     chunks = min(max(CHUNKS // max(tiles, 1), 1), max(items, 1))
     partial = call.empty(chunks, *call.mask_shape)
     call.launch(
-        _grad_mask, GRAD_QUERY, lambda config: tiles * chunks, grad_mask=partial,
+        kernels.grad_mask_kernel, GRAD_QUERY, lambda config: tiles * chunks, grad_mask=partial,
         grad_mask_stride=partial.stride(), sizes=sizes, shared=shared, chunks=chunks,
         per_chunk=-(-items // chunks), ROWS_SHARED=not split[2],
         KEYS_SHARED=not split[3], **saved,
@@ -951,7 +308,7 @@ def attention_weights(
     shape = (call.B, call.L, call.S) if average_heads else (call.B, call.H, call.L, call.S)
     weights = query.new_empty(shape)
     call.launch(
-        _all_weights, FORWARD, lambda config: math.prod((*shape[:-2], *call.tiles(config))), weights=weights,
-        lse=level, log_sum=log_sum, AVERAGE=average_heads,
+        kernels.weights_kernel, FORWARD, lambda config: math.prod((*shape[:-2], *call.tiles(config))),
+        weights=weights, lse=level, log_sum=log_sum, AVERAGE=average_heads,
     )  # fmt: skip
     return weights

@@ -1,0 +1,524 @@
+"""The kernels of softmax attention, launched by attention.py.
+
+A program of the forward holds one tile of queries and walks over the keys that its rows may see, in three
+stretches: the blocks at the left edge of the window, those that every row sees, where nothing has to be
+checked, and those at the right edge, where the causal diagonal and the last key are. The backward is two
+kernels that compute the scores again, one with a tile of queries for their gradient and one with a tile of
+keys for theirs, so that every gradient has one writer and one order of summation: no atomics, repeatable bit
+by bit.
+
+What no row of a tile sees is read as zero, so that a NaN there cannot meet a weight of zero in a product.
+
+Dao, FlashAttention-2, arXiv:2307.08691; the online softmax: Milakov and Gimelshein, arXiv:1805.02867.
+"""
+
+import triton
+import triton.language as tl
+from fastattn.kernels._attention_tiles import (
+    load_level,
+    rows_see,
+    scores_of,
+    seeing_rows,
+    seen_keys,
+    shown_keys,
+    stretch,
+    weights_of,
+)
+from fastattn.kernels._common import (
+    dropout_keep,
+    dropout_words,
+    load_rows,
+    product,
+    seed_word,
+    store_rows,
+    to_log2,
+    to_natural,
+)
+
+__all__ = [
+    "forward_kernel", "grad_key_value_kernel", "grad_mask_kernel", "grad_query_kernel", "weights_kernel",
+]  # fmt: skip
+
+# Beyond this a score in units of log2 is exact to no better than 2^-4.
+COARSE = tl.constexpr(2.0**20)
+
+# Lengths, and what depends on them, are never specialised: a new length must not mean a new compilation.
+LENGTHS = ["H", "group", "L", "S", "offset", "left", "right", "threshold"]
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def forward_kernel(
+    query, key, value, mask, padding, alibi, sinks, seed, out, lse, log_sum,
+    query_stride, key_stride, value_stride, mask_stride, padding_stride, alibi_stride, sinks_stride,
+    out_stride,
+    H, group, L, S, offset, left, right, threshold,
+    scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64,
+    SOFTCAP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one head: out and lse.
+
+    Or, without values, what turns its scores back into weights: ``lse`` is in natural units first and in
+    those of log2 afterwards, and where it is too large to tell how many keys share a weight, it becomes their
+    maximum and ``log_sum`` that number's logarithm.
+    """
+    ACCURATE: tl.constexpr = tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32
+    MASKED: tl.constexpr = mask is not None
+    PADDED: tl.constexpr = padding is not None
+    # The last rows come first: under a causal mask they are the longest.
+    tiles = (L + BLOCK_Q - 1) // BLOCK_Q
+    row = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_Q
+    head = (tl.program_id(0) // tiles).to(tl.int64)
+    b, h = head // H, head % H
+    r, c = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
+    channels, value_channels = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    i = row + r
+    in_tile = i < L
+    if WIDE:
+        r, c = r.to(tl.int64), c.to(tl.int64)
+        channels, value_channels = channels.to(tl.int64), value_channels.to(tl.int64)
+
+    slope = None
+    if alibi is not None:
+        slope = tl.load(alibi + b * alibi_stride[0] + h * alibi_stride[1])
+    if seed is not None:
+        word1, word2 = dropout_words(seed_word(seed), head * L + i + 1)
+
+    top = tl.full([BLOCK_Q], -float("inf"), ACCURATE)
+    total = tl.full([BLOCK_Q], 0, ACCURATE)
+    if sinks is not None:
+        sink = to_log2(tl.load(sinks + h * sinks_stride[0]).to(ACCURATE))
+        top = tl.full([BLOCK_Q], 0, ACCURATE) + sink
+        total = tl.where(top == -float("inf"), total, 1.0)
+    begin, inner, outer, end = seen_keys(row, tl.minimum(row + BLOCK_Q, L) - 1, S, offset, left, right)
+    seen = tl.full([BLOCK_Q], 0, tl.int32) > 0
+    if value is None:
+        given = to_log2(tl.load(lse + head * L + i, mask=in_tile, other=0.0))
+        coarse = (tl.abs(given) > COARSE) & (tl.abs(given) < float("inf"))
+        wanted = tl.max(coarse.to(tl.int32), 0)
+        begin, inner, outer, end = begin * wanted, inner * wanted, outer * wanted, end * wanted
+    else:
+        result = tl.full([BLOCK_Q, BLOCK_DV], 0, ACCURATE)
+
+    q = load_rows(query, query_stride, b, h, row, r, channels, in_tile, D, BLOCK_D, True)
+    for part in tl.static_range(3):
+        if part != 0 or left is not None:
+            start, stop = stretch(part, begin, inner, outer, end, BLOCK_K)
+            for column in range(start, stop, BLOCK_K):
+                present = (column + c >= begin) & (column + c < end)
+                shown = None
+                if PADDED:
+                    present = shown_keys(padding, padding_stride, b, column + c, present)
+                    shown = present[None, :]
+                k = load_rows(key, key_stride, b, h // group, column, c, channels, present, D, BLOCK_D,
+                    part != 1 or PADDED,
+                )  # fmt: skip
+                dots = product(q, tl.trans(k), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
+                score, visible, _ = scores_of(
+                    dots, b, h, r[:, None], c[None, :], row, column, L, S, offset, left, right, mask,
+                    mask_stride, shown, slope, scale, softcap, SOFTCAP, part != 1,
+                )  # fmt: skip
+                if MASKED or PADDED:
+                    seen = seen | (tl.max(visible.to(tl.int32), 1) > 0)
+                above = tl.maximum(top, tl.max(score, 1))
+                shift = tl.where(above == -float("inf"), 0.0, above)
+                rescale = tl.exp2(top - shift)
+                weights = tl.exp2(score - shift[:, None])
+                total = total * rescale + tl.sum(weights, 1)
+                top = above
+                if value is not None:
+                    v = load_rows(value, value_stride, b, h // group, column, c, value_channels, present, DV,
+                        BLOCK_DV, part != 1 or PADDED,
+                    )  # fmt: skip
+                    if MASKED:
+                        v = tl.where((tl.max(visible.to(tl.int32), 0) > 0)[:, None], v, 0.0)
+                    if seed is not None:
+                        keep = dropout_keep(word1[:, None], word2[:, None], (column + c)[None, :], threshold)
+                        weights = tl.where(keep, weights, 0.0)
+                    result = product(weights, v, result * rescale[:, None], PRECISION, UPCAST)
+
+    if value is None:
+        tl.store(lse + head * L + i, tl.where(coarse, top, given), mask=in_tile)
+        tl.store(log_sum + head * L + i, tl.where(coarse, tl.log2(total), 0.0), mask=in_tile)
+    else:
+        if not (MASKED or PADDED):
+            seen = rows_see(i, S, offset, left, right)
+        # Only masks make a row empty: scores that are all -inf by value are NaN, as in plain PyTorch.
+        total = tl.where(seen & (top == -float("inf")), float("nan"), total)
+        result = tl.where(seen[:, None], result * (tl.full([], keep_scale, ACCURATE) / total)[:, None], 0.0)
+        store_rows(out, out_stride, b, h, row, r,
+                   value_channels, in_tile, DV, result)  # fmt: skip
+        tl.store(lse + head * L + i, to_natural(top, total), mask=in_tile)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def grad_query_kernel(
+    grad_out, grad_lse, query, key, value, mask, padding, alibi, sinks, seed, out, lse, log_sum,
+    grad_query, delta, alibi_sum, sinks_sum,
+    grad_out_stride, grad_lse_stride, query_stride, key_stride, value_stride, mask_stride, padding_stride,
+    alibi_stride, sinks_stride, out_stride, grad_query_stride,
+    H, group, L, S, offset, left, right, threshold,
+    scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64,
+    SOFTCAP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one head: their gradient, ``delta`` for that of keys and values, and what the
+    tile adds to the gradients of slopes and sinks.
+
+    With P the weights, dP = dO V^T and delta = rowsum(dO * O) - dlse, the gradient of a score is dS = P *
+    (dP - delta).
+    """
+    ACCURATE: tl.constexpr = tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32
+    MASKED: tl.constexpr = mask is not None
+    PADDED: tl.constexpr = padding is not None
+    tiles = (L + BLOCK_Q - 1) // BLOCK_Q
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    row = tile * BLOCK_Q
+    head = (tl.program_id(0) // tiles).to(tl.int64)
+    b, h = head // H, head % H
+    r, c = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
+    channels, value_channels = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    i = row + r
+    in_tile = i < L
+    if WIDE:
+        r, c = r.to(tl.int64), c.to(tl.int64)
+        channels, value_channels = channels.to(tl.int64), value_channels.to(tl.int64)
+
+    slope = None
+    if alibi is not None:
+        slope = tl.load(alibi + b * alibi_stride[0] + h * alibi_stride[1])
+    if seed is not None:
+        word1, word2 = dropout_words(seed_word(seed), head * L + i + 1)
+
+    q = load_rows(query, query_stride, b, h, row, r, channels, in_tile, D, BLOCK_D, True)
+    do = load_rows(
+        grad_out,
+        grad_out_stride,
+        b,
+        h,
+        row,
+        r,
+        value_channels,
+        in_tile,
+        DV,
+        BLOCK_DV,
+        True,
+    )
+    o = load_rows(out, out_stride, b, h, row, r, value_channels,
+        in_tile, DV, BLOCK_DV, True,
+    )  # fmt: skip
+    inside = tl.sum(do.to(ACCURATE) * o.to(ACCURATE), 1)
+    outside = tl.full([BLOCK_Q], 0, ACCURATE)
+    if grad_lse is not None:
+        grad_lse += (
+            b * grad_lse_stride[0] + h * grad_lse_stride[1] + tl.cast(row, tl.int64) * grad_lse_stride[2]
+        )
+        outside = tl.load(grad_lse + r * grad_lse_stride[2], mask=in_tile, other=0.0)
+    difference = inside - outside
+    tl.store(delta + head * L + i, difference, mask=in_tile)
+    level, logarithm = load_level(lse, log_sum, head * L + i, in_tile)
+    logarithm_column = logarithm
+    if log_sum is not None:
+        logarithm_column = logarithm[:, None]
+
+    begin, inner, outer, end = seen_keys(row, tl.minimum(row + BLOCK_Q, L) - 1, S, offset, left, right)
+    seen = tl.full([BLOCK_Q], 0, tl.int32) > 0
+    grad = tl.full([BLOCK_Q, BLOCK_D], 0, ACCURATE)
+    slopes = tl.full([BLOCK_Q], 0, ACCURATE)
+    for part in tl.static_range(3):
+        if part != 0 or left is not None:
+            start, stop = stretch(part, begin, inner, outer, end, BLOCK_K)
+            for column in range(start, stop, BLOCK_K):
+                present = (column + c >= begin) & (column + c < end)
+                shown = None
+                if PADDED:
+                    present = shown_keys(padding, padding_stride, b, column + c, present)
+                    shown = present[None, :]
+                k = load_rows(key, key_stride, b, h // group, column, c, channels, present, D, BLOCK_D,
+                    part != 1 or PADDED,
+                )  # fmt: skip
+                v = load_rows(value, value_stride, b, h // group, column, c, value_channels, present, DV,
+                    BLOCK_DV, part != 1 or PADDED,
+                )  # fmt: skip
+                dots = product(q, tl.trans(k), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
+                score, visible, bend = scores_of(
+                    dots, b, h, r[:, None], c[None, :], row, column, L, S, offset, left, right, mask,
+                    mask_stride, shown, slope, scale, softcap, SOFTCAP, part != 1,
+                )  # fmt: skip
+                weights = weights_of(
+                    score, level[:, None], logarithm_column, visible, part != 1 or MASKED or PADDED
+                )
+                grads = product(do, tl.trans(v), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
+                if seed is not None:
+                    keep = dropout_keep(word1[:, None], word2[:, None], (column + c)[None, :], threshold)
+                    grads = tl.where(keep, grads * tl.full([], keep_scale, ACCURATE), 0.0)
+                grads = weights * (grads - difference[:, None])
+                if part != 1 or MASKED or PADDED:
+                    grads = tl.where(visible, grads, 0.0)
+                if MASKED or PADDED:
+                    seen = seen | (tl.max(visible.to(tl.int32), 1) > 0)
+                if MASKED:
+                    k = tl.where((tl.max(visible.to(tl.int32), 0) > 0)[:, None], k, 0.0)
+                if alibi_sum is not None:
+                    distance = tl.abs(i[:, None] + offset - (column + c)[None, :]).to(ACCURATE)
+                    slopes -= tl.sum(grads * distance, 1)
+                if SOFTCAP:
+                    grads *= bend
+                grad = product(grads, k, grad, PRECISION, UPCAST)
+
+    if not (MASKED or PADDED):
+        seen = rows_see(i, S, offset, left, right)
+    seen = seen & in_tile
+    grad = tl.where(seen[:, None], grad * tl.full([], scale, ACCURATE), 0.0)
+    store_rows(grad_query, grad_query_stride, b, h, row, r, channels, in_tile, D, grad)  # fmt: skip
+    if alibi_sum is not None:
+        tl.store(alibi_sum + head * tiles + tile, tl.sum(slopes, 0))
+    if sinks_sum is not None:
+        sink = tl.full([BLOCK_Q], 0, ACCURATE) + to_log2(tl.load(sinks + h * sinks_stride[0]).to(ACCURATE))
+        weights = weights_of(sink, level, logarithm, in_tile & (sink != -float("inf")), True)
+        taken = tl.where(in_tile, weights * (outside - tl.where(seen, inside, 0.0)), 0.0)
+        tl.store(sinks_sum + head * tiles + tile, tl.sum(taken, 0))
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def grad_key_value_kernel(
+    grad_out, query, key, value, mask, padding, alibi, seed, lse, log_sum, delta, grad_key, grad_value,
+    grad_out_stride, query_stride, key_stride, value_stride, mask_stride, padding_stride, alibi_stride,
+    grad_key_stride, grad_value_stride,
+    H, group, L, S, offset, left, right, threshold,
+    scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64,
+    SOFTCAP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys of one key/value head: their gradients, over all query heads that share it."""
+    ACCURATE: tl.constexpr = tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32
+    MASKED: tl.constexpr = mask is not None
+    PADDED: tl.constexpr = padding is not None
+    tiles = (S + BLOCK_K - 1) // BLOCK_K
+    column = tl.program_id(0) % tiles * BLOCK_K
+    shared = (tl.program_id(0) // tiles).to(tl.int64)
+    b, shared = shared // (H // group), shared % (H // group)
+    r, c = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
+    channels, value_channels = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    j = column + c
+    in_tile = j < S
+    if WIDE:
+        r, c = r.to(tl.int64), c.to(tl.int64)
+        channels, value_channels = channels.to(tl.int64), value_channels.to(tl.int64)
+
+    shown = None
+    if PADDED:
+        shown = shown_keys(padding, padding_stride, b, j, in_tile)[:, None]
+    k = load_rows(key, key_stride, b, shared, column, c,
+                  channels, in_tile, D, BLOCK_D, True)  # fmt: skip
+    v = load_rows(value, value_stride, b, shared,
+                  column, c, value_channels, in_tile, DV, BLOCK_DV, True)  # fmt: skip
+    dk = tl.full([BLOCK_K, BLOCK_D], 0, ACCURATE)
+    dv = tl.full([BLOCK_K, BLOCK_DV], 0, ACCURATE)
+    begin, inner, outer, end = seeing_rows(
+        column, tl.minimum(column + BLOCK_K, S) - 1, L, offset, left, right
+    )
+    for g in range(0, group):
+        h = shared * group + g
+        first_row = (b * H + h) * L
+        slope = None
+        if alibi is not None:
+            slope = tl.load(alibi + b * alibi_stride[0] + h * alibi_stride[1])
+        for part in tl.static_range(3):
+            if part != 0 or right is not None:
+                start, stop = stretch(part, begin, inner, outer, end, BLOCK_Q)
+                for row in range(start, stop, BLOCK_Q):
+                    i = row + tl.arange(0, BLOCK_Q)
+                    present = (i >= begin) & (i < end)
+                    q = load_rows(query, query_stride, b, h, row, r, channels, present, D, BLOCK_D,
+                        part != 1,
+                    )  # fmt: skip
+                    do = load_rows(grad_out, grad_out_stride, b, h, row, r, value_channels, present, DV,
+                        BLOCK_DV, part != 1,
+                    )  # fmt: skip
+                    level, logarithm = load_level(lse, log_sum, first_row + i, present)
+                    if log_sum is not None:
+                        logarithm = logarithm[None, :]
+                    difference = tl.load(delta + first_row + i, mask=present, other=0.0)
+                    dots = product(
+                        k, tl.trans(q), tl.full([BLOCK_K, BLOCK_Q], 0, ACCURATE), PRECISION, UPCAST
+                    )
+                    score, visible, bend = scores_of(
+                        dots, b, h, r[None, :], c[:, None], row, column, L, S, offset, left, right,
+                        mask, mask_stride, shown, slope, scale, softcap, SOFTCAP, part != 1,
+                    )  # fmt: skip
+                    weights = weights_of(
+                        score, level[None, :], logarithm, visible, part != 1 or MASKED or PADDED
+                    )
+                    if MASKED or PADDED:
+                        some = (tl.max(visible.to(tl.int32), 0) > 0)[:, None]
+                        q, do = tl.where(some, q, 0.0), tl.where(some, do, 0.0)
+                    grads = product(
+                        v, tl.trans(do), tl.full([BLOCK_K, BLOCK_Q], 0, ACCURATE), PRECISION, UPCAST
+                    )
+                    kept = weights
+                    if seed is not None:
+                        word1, word2 = dropout_words(seed_word(seed), first_row + i + 1)
+                        keep = dropout_keep(word1[None, :], word2[None, :], j[:, None], threshold)
+                        kept = tl.where(keep, weights, 0.0)
+                        grads = tl.where(keep, grads * tl.full([], keep_scale, ACCURATE), 0.0)
+                    dv = product(kept, do, dv, PRECISION, UPCAST)
+                    grads = weights * (grads - difference[None, :])
+                    if part != 1 or MASKED or PADDED:
+                        grads = tl.where(visible, grads, 0.0)
+                    if SOFTCAP:
+                        grads *= bend
+                    dk = product(grads, q, dk, PRECISION, UPCAST)
+
+    store_rows(grad_key, grad_key_stride, b, shared, column, c, channels, in_tile, D,
+               dk * tl.full([], scale, ACCURATE))  # fmt: skip
+    store_rows(grad_value, grad_value_stride, b, shared, column, c, value_channels, in_tile, DV,
+               dv * tl.full([], keep_scale, ACCURATE))  # fmt: skip
+
+
+@triton.jit(do_not_specialize=[*LENGTHS, "sizes", "shared", "chunks", "per_chunk"])
+def grad_mask_kernel(
+    grad_out, query, key, value, mask, padding, alibi, seed, lse, log_sum, delta, grad_mask,
+    grad_out_stride, query_stride, key_stride, value_stride, mask_stride, padding_stride, alibi_stride,
+    grad_mask_stride, sizes, shared, chunks, per_chunk,
+    H, group, L, S, offset, left, right, threshold,
+    scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64,
+    SOFTCAP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    UPCAST: tl.constexpr, ROWS_SHARED: tl.constexpr, KEYS_SHARED: tl.constexpr,
+):  # fmt: skip
+    """One tile of a mask's gradient, over a chunk of what shares it: ``shared`` batches, heads, tiles of rows
+    and of keys are added one after another. The mask itself has ``sizes`` of them."""
+    ACCURATE: tl.constexpr = tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32
+    chunk = tl.program_id(0) % chunks
+    n = tl.program_id(0) // chunks
+    n, key_tile = n // sizes[3], n % sizes[3]
+    n, row_tile = n // sizes[2], n % sizes[2]
+    mask_b, mask_h = n // sizes[1], n % sizes[1]
+    r, c = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
+    channels, value_channels = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    if WIDE:
+        r, c = r.to(tl.int64), c.to(tl.int64)
+        channels, value_channels = channels.to(tl.int64), value_channels.to(tl.int64)
+
+    total = tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE)
+    items = shared[0] * shared[1] * shared[2] * shared[3]
+    for item in range(chunk * per_chunk, tl.minimum((chunk + 1) * per_chunk, items)):
+        column = (key_tile + item % shared[3]) * BLOCK_K
+        row = (row_tile + item // shared[3] % shared[2]) * BLOCK_Q
+        h = tl.cast(mask_h + item // (shared[3] * shared[2]) % shared[1], tl.int64)
+        b = tl.cast(mask_b + item // (shared[3] * shared[2] * shared[1]), tl.int64)
+        begin, inner, outer, end = seen_keys(row, tl.minimum(row + BLOCK_Q, L) - 1, S, offset, left, right)
+        if (column < end) & (column + BLOCK_K > begin):
+            i, j = row + tl.arange(0, BLOCK_Q), column + tl.arange(0, BLOCK_K)
+            q = load_rows(query, query_stride, b, h,
+                          row, r, channels, i < L, D, BLOCK_D, True)  # fmt: skip
+            do = load_rows(grad_out, grad_out_stride, b, h, row, r, value_channels, i < L, DV, BLOCK_DV, True,
+            )  # fmt: skip
+            k = load_rows(key, key_stride, b, h // group,
+                          column, c, channels, j < S, D, BLOCK_D, True)  # fmt: skip
+            v = load_rows(value, value_stride, b, h // group,
+                column, c, value_channels, j < S, DV, BLOCK_DV, True,
+            )  # fmt: skip
+            shown = None
+            if padding is not None:
+                shown = shown_keys(padding, padding_stride, b, j, j < S)[None, :]
+            slope = None
+            if alibi is not None:
+                slope = tl.load(alibi + b * alibi_stride[0] + h * alibi_stride[1])
+            dots = product(q, tl.trans(k), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
+            score, visible, _ = scores_of(
+                dots, b, h, r[:, None], c[None, :], row, column, L, S, offset, left, right,
+                mask, mask_stride, shown, slope, scale, softcap, SOFTCAP,
+                True,
+            )  # fmt: skip
+            first_row = (b * H + h) * L
+            level, logarithm = load_level(lse, log_sum, first_row + i, i < L)
+            if log_sum is not None:
+                logarithm = logarithm[:, None]
+            weights = weights_of(score, level[:, None], logarithm, visible, True)
+            grads = product(do, tl.trans(v), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
+            if seed is not None:
+                word1, word2 = dropout_words(seed_word(seed), first_row + i + 1)
+                keep = dropout_keep(word1[:, None], word2[:, None], j[None, :], threshold)
+                grads = tl.where(keep, grads * tl.full([], keep_scale, ACCURATE), 0.0)
+            difference = tl.load(delta + first_row + i, mask=i < L, other=0.0)
+            total += tl.where(visible, weights * (grads - difference[:, None]), 0.0)
+
+    grad_mask += (
+        tl.cast(chunk, tl.int64) * grad_mask_stride[0] + tl.cast(mask_b, tl.int64) * grad_mask_stride[1]
+    )
+    grad_mask += tl.cast(mask_h, tl.int64) * grad_mask_stride[2]
+    rows, columns = row_tile * BLOCK_Q + r, key_tile * BLOCK_K + c
+    if ROWS_SHARED and KEYS_SHARED:
+        tl.store(grad_mask, tl.sum(tl.sum(total, 1), 0))
+    elif ROWS_SHARED:
+        tl.store(grad_mask + columns, tl.sum(total, 0), mask=columns < S)
+    elif KEYS_SHARED:
+        tl.store(grad_mask + rows, tl.sum(total, 1), mask=rows < L)
+    else:
+        at = grad_mask + rows[:, None].to(tl.int64) * grad_mask_stride[3] + columns[None, :]
+        tl.store(at, total, mask=(rows < L)[:, None] & (columns < S)[None, :])
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def weights_kernel(
+    query, key, mask, padding, alibi, seed, lse, log_sum, weights,
+    query_stride, key_stride, mask_stride, padding_stride, alibi_stride,
+    H, group, L, S, offset, left, right, threshold,
+    scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64,
+    SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
+    AVERAGE: tl.constexpr,
+):  # fmt: skip
+    """One tile of the weights themselves, of a head or of the mean over heads."""
+    ACCURATE: tl.constexpr = tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32
+    key_tiles, row_tiles = (S + BLOCK_K - 1) // BLOCK_K, (L + BLOCK_Q - 1) // BLOCK_Q
+    column = tl.program_id(0) % key_tiles * BLOCK_K
+    n = tl.program_id(0) // key_tiles
+    row = n % row_tiles * BLOCK_Q
+    n = (n // row_tiles).to(tl.int64)
+    if AVERAGE:
+        b, first_head, heads = n, n * 0, H
+    else:
+        b, first_head, heads = n // H, n % H, H // H
+    r, c = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
+    channels = tl.arange(0, BLOCK_D)
+    i, j = row + r, column + c
+    if WIDE:
+        r, c, channels = r.to(tl.int64), c.to(tl.int64), channels.to(tl.int64)
+    shown = None
+    if padding is not None:
+        shown = shown_keys(padding, padding_stride, b, j, j < S)[None, :]
+    total = tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE)
+    for x in range(0, heads):
+        h = first_head + x
+        q = load_rows(query, query_stride, b, h, row, r,
+                      channels, i < L, D, BLOCK_D, True)  # fmt: skip
+        k = load_rows(key, key_stride, b, h // group, column,
+                      c, channels, j < S, D, BLOCK_D, True)  # fmt: skip
+        slope = None
+        if alibi is not None:
+            slope = tl.load(alibi + b * alibi_stride[0] + h * alibi_stride[1])
+        dots = product(q, tl.trans(k), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
+        score, visible, _ = scores_of(
+            dots, b, h, r[:, None], c[None, :], row, column, L, S, offset, left, right, mask, mask_stride,
+            shown, slope, scale, softcap, SOFTCAP, True,
+        )  # fmt: skip
+        first_row = (b * H + h) * L
+        level, logarithm = load_level(lse, log_sum, first_row + i, i < L)
+        if log_sum is not None:
+            logarithm = logarithm[:, None]
+        found = weights_of(score, level[:, None], logarithm, visible, True)
+        if seed is not None:
+            word1, word2 = dropout_words(seed_word(seed), first_row + i + 1)
+            keep = dropout_keep(word1[:, None], word2[:, None], j[None, :], threshold)
+            found = tl.where(keep, found * tl.full([], keep_scale, ACCURATE), 0.0)
+        total += found
+    if AVERAGE:
+        total = total / H
+    at = weights + (n * L + row) * S + column + tl.arange(0, BLOCK_Q)[:, None].to(tl.int64) * S + c[None, :]
+    tl.store(at, total.to(weights.dtype.element_ty), mask=(i < L)[:, None] & (j < S)[None, :])

@@ -1,0 +1,152 @@
+"""What the kernels of softmax attention share: which keys a tile of queries sees, its scores and weights.
+
+Scores are in units of log2 throughout: the scale carries log2(e), and weights are exp2.
+"""
+
+import triton.language as tl
+from fastattn.kernels._common import LOG2E, device, to_log2
+
+__all__ = [
+    "load_level", "rows_see", "scores_of", "seeing_rows", "seen_keys", "shown_keys", "stretch", "weights_of",
+]  # fmt: skip
+
+
+@device
+def _tanh(x):
+    """A continued fraction near 0, where the exponential form would lose its leading digits."""
+    DEPTH: tl.constexpr = 8 if x.dtype == tl.float64 else 4
+    y = x * x
+    numerator, denominator = x, x * 0 + 1
+    last_numerator, last_denominator = x * 0, x * 0 + 1
+    for n in tl.static_range(1, DEPTH):
+        next_numerator = (2 * n + 1) * numerator + y * last_numerator
+        next_denominator = (2 * n + 1) * denominator + y * last_denominator
+        last_numerator, last_denominator = numerator, denominator
+        numerator, denominator = next_numerator, next_denominator
+    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    far = tl.abs(x) > 0.5
+    numerator = tl.where(far, tl.where(x < 0, e - 1, 1 - e), numerator)
+    return numerator / tl.where(far, 1 + e, denominator)
+
+
+@device
+def _clip(x, end):
+    return tl.minimum(tl.maximum(x, 0), end)
+
+
+@device
+def seen_keys(first, last, S, offset, left, right):
+    """Keys [begin, end) that some row of first..last may see, and [inner, outer) that all of them do."""
+    begin, inner, outer, end = S * 0, S * 0, S, S
+    if left is not None:
+        begin = _clip(first + offset - left, S)
+        inner = _clip(last + offset - left, S)
+    if right is not None:
+        outer = _clip(first + offset + right + 1, S)
+        end = _clip(last + offset + right + 1, S)
+    return begin, inner, outer, end
+
+
+@device
+def seeing_rows(first, last, L, offset, left, right):
+    """Rows [begin, end) that may see some key of first..last, and [inner, outer) that see all of them."""
+    begin, inner, outer, end = L * 0, L * 0, L, L
+    if right is not None:
+        begin = _clip(first - offset - right, L)
+        inner = _clip(last - offset - right, L)
+    if left is not None:
+        outer = _clip(first - offset + left + 1, L)
+        end = _clip(last - offset + left + 1, L)
+    return begin, inner, outer, end
+
+
+@device
+def stretch(part: tl.constexpr, begin, inner, outer, end, BLOCK: tl.constexpr):
+    """Blocks of the left edge, of the inside that needs no check, and of the right edge."""
+    inner = (inner + BLOCK - 1) // BLOCK * BLOCK
+    outer = outer // BLOCK * BLOCK
+    if part == 0:
+        return begin // BLOCK * BLOCK, tl.minimum(inner, end)
+    elif part == 1:
+        return inner, outer
+    else:
+        return tl.maximum(inner, outer), end
+
+
+@device
+def rows_see(i, S, offset, left, right):
+    """Whether the window leaves a row any key."""
+    begin, inner, outer, end = seen_keys(i, i, S, offset, left, right)
+    return begin + 0 * i < end
+
+
+@device
+def scores_of(
+    dots, b, h, r, c, row, column, L, S, offset, left, right, mask, mask_stride, shown, slope, scale, softcap,
+    SOFTCAP: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """Scores in units of log2, which of them are visible, and d(capped score) / d(scaled score).
+
+    For rows ``row + r`` and keys ``column + c``, in either orientation. ``shown``: those that
+    key_padding_mask shows.
+    """
+    ACCURATE: tl.constexpr = dots.dtype
+    i, j = row + r, column + c
+    bend = dots
+    if SOFTCAP:
+        capped = _tanh(dots * tl.full([], scale / softcap, ACCURATE))
+        bend = 1 - capped * capped
+        score = capped * tl.full([], softcap * LOG2E, ACCURATE)
+    else:
+        score = dots * tl.full([], scale * LOG2E, ACCURATE)
+    if slope is not None:
+        score -= slope * LOG2E * tl.abs(i + offset - j).to(ACCURATE)
+    visible = (i < L) & (j < S)
+    if CHECK:
+        if left is not None:
+            visible = visible & (j >= i + offset - left)
+        if right is not None:
+            visible = visible & (j <= i + offset + right)
+    if shown is not None:
+        visible = visible & shown
+    if mask is not None:
+        at = mask + b * mask_stride[0] + h * mask_stride[1]
+        at += tl.cast(row, tl.int64) * mask_stride[2] + tl.cast(column, tl.int64) * mask_stride[3]
+        at = at + r * mask_stride[2] + c * mask_stride[3]
+        if mask.dtype.element_ty == tl.uint8:
+            visible = visible & (tl.load(at, mask=visible, other=0) != 0)
+        else:
+            bias = tl.load(at, mask=visible, other=-float("inf")).to(ACCURATE)
+            visible = visible & (bias != -float("inf"))
+            score += to_log2(bias)
+    if CHECK or shown is not None or mask is not None:
+        score = tl.where(visible, score, -float("inf"))
+        if SOFTCAP:
+            bend = tl.where(visible, bend, 0.0)
+    return score, visible, bend
+
+
+@device
+def shown_keys(padding, padding_stride, b, j, present):
+    """Of the keys j that are ``present``, those that key_padding_mask shows."""
+    at = padding + b * padding_stride[0] + j.to(tl.int64) * padding_stride[1]
+    return tl.load(at, mask=present, other=0) != 0
+
+
+@device
+def weights_of(score, level, logarithm, visible, CHECK: tl.constexpr):
+    """exp2(score - level - logarithm), the softmax; ``level`` may be infinite where nothing is visible."""
+    weights = tl.exp2(score - level - logarithm)
+    if CHECK:
+        weights = tl.where(visible, weights, 0.0)
+    return weights
+
+
+@device
+def load_level(lse, log_sum, at, shown):
+    """What turns the scores of rows into weights, in units of log2; rows that are not ``shown`` weigh 0."""
+    level = tl.load(lse + at, mask=shown, other=float("inf"))
+    if log_sum is None:
+        return to_log2(level), 0.0
+    else:
+        return level, tl.load(log_sum + at, mask=shown, other=0.0)
