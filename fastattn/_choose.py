@@ -25,8 +25,7 @@ KERNEL_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class Request(NamedTuple):
     """What decides the choice: device, dtype, and the names of the options that are not at their default.
 
-    ``op`` is the registered op that a kernel has to implement for it, ``head_dim`` the widest of attention,
-    ``packed`` says that sequences are packed.
+    ``op`` is the registered op that a kernel has to implement for it, ``head_dim`` the widest of attention.
     """
 
     device: str
@@ -34,7 +33,6 @@ class Request(NamedTuple):
     options: tuple[str, ...]
     op: str = "fastattn::attention_forward"
     head_dim: int = 0
-    packed: bool = False
 
 
 def _cpu_cannot(request: Request) -> str | None:
@@ -53,8 +51,6 @@ def _cpu_cannot(request: Request) -> str | None:
 def _triton_cannot(request: Request) -> str | None:
     if request.dtype not in KERNEL_DTYPES:
         return f"it has no {request.dtype} kernel"
-    if request.packed:
-        return "it does not know packed sequences yet"
     if request.head_dim > TRITON_HEAD_DIM:
         return f"its tiles hold at most {TRITON_HEAD_DIM} channels of a head, these have {request.head_dim}"
     return _triton.missing(request.op, request.device)

@@ -117,7 +117,7 @@ EVERYTHING = (
     + [
         Case(torch.bfloat16, D, options)
         for D in (64, 128)
-        for options in ("everything", "window", "boolean mask")
+        for options in ("everything", "window", "boolean mask", "packed")
     ]
     + [Case(torch.float32, 64, "everything"), Case(torch.float64, 64, "everything")]
     + [
@@ -150,13 +150,18 @@ def compile_attention(case: Case) -> None:
         mask, padding = empty(B, H, L, S), empty(B, S, dtype=torch.bool)
         alibi, sinks, seed = empty(H, dtype=wide), empty(H), empty(1, dtype=torch.int64)
         softcap, dropout_p = 30.0, 0.1
+    packed = ()
+    if case.options == "packed":
+        query, out, key, value = query[:1], out[:1], key[:1], value[:1]
+        B, alibi, packed = 1, empty(9, H, dtype=wide), (empty(10, dtype=torch.int32),) * 2
     biases, options = (mask, padding, alibi), (case.D**-0.5, softcap, left, right, True, dropout_p)
-    lse, grads = empty(B, H, L, dtype=wide), (case.options == "everything",) * 3
-    attention.attention_forward(query, key, value, *biases, sinks, seed, *options)
+    lse, everything = empty(B, H, L, dtype=wide), case.options == "everything"
+    grads = everything, everything or bool(packed), everything
+    attention.attention_forward(query, key, value, *biases, sinks, seed, *options, *packed)
     attention.attention_backward(
-        out, None, query, key, value, out, lse, *biases, sinks, seed, *options, *grads
+        out, None, query, key, value, out, lse, *biases, sinks, seed, *options, *grads, *packed
     )
-    if case.options != "plain":
+    if case.options not in ("plain", "packed"):
         attention.attention_weights(query, key, lse, *biases, seed, *options, True)
 
 

@@ -15,13 +15,17 @@ Dao, FlashAttention-2, arXiv:2307.08691; the online softmax: Milakov and Gimelsh
 import triton
 import triton.language as tl
 from fastattn.kernels._attention_tiles import (
+    clip,
+    first_tile,
     load_level,
+    number_rows,
     rows_see,
     scores_of,
     seeing_rows,
     seen_keys,
     shown_keys,
     stretch,
+    tile_of,
     weights_of,
 )
 from fastattn.kernels._common import (
@@ -36,14 +40,15 @@ from fastattn.kernels._common import (
 )
 
 __all__ = [
-    "forward_kernel", "grad_key_value_kernel", "grad_mask_kernel", "grad_query_kernel", "weights_kernel",
+    "forward_kernel", "grad_key_value_kernel", "grad_mask_kernel", "grad_query_kernel", "sum_tiles_kernel",
+    "weights_kernel",
 ]  # fmt: skip
 
 # Beyond this a score in units of log2 is exact to no better than 2^-4.
 COARSE = tl.constexpr(2.0**20)
 
 # Lengths, and what depends on them, are never specialised: a new length must not mean a new compilation.
-LENGTHS = ["H", "group", "L", "S", "offset", "left", "right", "threshold"]
+LENGTHS = ["N", "H", "group", "L", "S", "lower_right", "left", "right", "threshold"]
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -51,7 +56,7 @@ def forward_kernel(
     query, key, value, mask, padding, alibi, sinks, seed, out, lse, log_sum,
     query_stride, key_stride, value_stride, mask_stride, padding_stride, alibi_stride, sinks_stride,
     out_stride,
-    H, group, L, S, offset, left, right, threshold,
+    bounds_q, bounds_k, N, H, group, L, S, lower_right, left, right, threshold,
     scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64,
     SOFTCAP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
@@ -67,10 +72,10 @@ def forward_kernel(
     MASKED: tl.constexpr = mask is not None
     PADDED: tl.constexpr = padding is not None
     # The last rows come first: under a causal mask they are the longest.
-    tiles = (L + BLOCK_Q - 1) // BLOCK_Q
-    row = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_Q
-    head = (tl.program_id(0) // tiles).to(tl.int64)
-    b, h = head // H, head % H
+    total_rows = L
+    b, h, row, first_q, first_k, L, S = tile_of(bounds_q, bounds_k, N, H, L, S, BLOCK_Q, True)
+    first_row = number_rows(bounds_q, b, h, H, total_rows, first_q)
+    offset = lower_right * (S - L)
     r, c = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
     channels, value_channels = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     i = row + r
@@ -83,7 +88,7 @@ def forward_kernel(
     if alibi is not None:
         slope = tl.load(alibi + b * alibi_stride[0] + h * alibi_stride[1])
     if seed is not None:
-        word1, word2 = dropout_words(seed_word(seed), head * L + i + 1)
+        word1, word2 = dropout_words(seed_word(seed), first_row + i + 1)
 
     top = tl.full([BLOCK_Q], -float("inf"), ACCURATE)
     total = tl.full([BLOCK_Q], 0, ACCURATE)
@@ -94,14 +99,14 @@ def forward_kernel(
     begin, inner, outer, end = seen_keys(row, tl.minimum(row + BLOCK_Q, L) - 1, S, offset, left, right)
     seen = tl.full([BLOCK_Q], 0, tl.int32) > 0
     if value is None:
-        given = to_log2(tl.load(lse + head * L + i, mask=in_tile, other=0.0))
+        given = to_log2(tl.load(lse + first_row + i, mask=in_tile, other=0.0))
         coarse = (tl.abs(given) > COARSE) & (tl.abs(given) < float("inf"))
         wanted = tl.max(coarse.to(tl.int32), 0)
         begin, inner, outer, end = begin * wanted, inner * wanted, outer * wanted, end * wanted
     else:
         result = tl.full([BLOCK_Q, BLOCK_DV], 0, ACCURATE)
 
-    q = load_rows(query, query_stride, b, h, row, r, channels, in_tile, D, BLOCK_D, True)
+    q = load_rows(query, query_stride, b, h, first_q + row, r, channels, in_tile, D, BLOCK_D, True)
     for part in tl.static_range(3):
         if part != 0 or left is not None:
             start, stop = stretch(part, begin, inner, outer, end, BLOCK_K)
@@ -111,8 +116,8 @@ def forward_kernel(
                 if PADDED:
                     present = shown_keys(padding, padding_stride, b, column + c, present)
                     shown = present[None, :]
-                k = load_rows(key, key_stride, b, h // group, column, c, channels, present, D, BLOCK_D,
-                    part != 1 or PADDED,
+                k = load_rows(key, key_stride, b, h // group, first_k + column, c, channels, present, D,
+                    BLOCK_D, part != 1 or PADDED,
                 )  # fmt: skip
                 dots = product(q, tl.trans(k), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
                 score, visible, _ = scores_of(
@@ -128,8 +133,8 @@ def forward_kernel(
                 total = total * rescale + tl.sum(weights, 1)
                 top = above
                 if value is not None:
-                    v = load_rows(value, value_stride, b, h // group, column, c, value_channels, present, DV,
-                        BLOCK_DV, part != 1 or PADDED,
+                    v = load_rows(value, value_stride, b, h // group, first_k + column, c, value_channels,
+                        present, DV, BLOCK_DV, part != 1 or PADDED,
                     )  # fmt: skip
                     if MASKED:
                         v = tl.where((tl.max(visible.to(tl.int32), 0) > 0)[:, None], v, 0.0)
@@ -139,17 +144,16 @@ def forward_kernel(
                     result = product(weights, v, result * rescale[:, None], PRECISION, UPCAST)
 
     if value is None:
-        tl.store(lse + head * L + i, tl.where(coarse, top, given), mask=in_tile)
-        tl.store(log_sum + head * L + i, tl.where(coarse, tl.log2(total), 0.0), mask=in_tile)
+        tl.store(lse + first_row + i, tl.where(coarse, top, given), mask=in_tile)
+        tl.store(log_sum + first_row + i, tl.where(coarse, tl.log2(total), 0.0), mask=in_tile)
     else:
         if not (MASKED or PADDED):
             seen = rows_see(i, S, offset, left, right)
         # Only masks make a row empty: scores that are all -inf by value are NaN, as in plain PyTorch.
         total = tl.where(seen & (top == -float("inf")), float("nan"), total)
         result = tl.where(seen[:, None], result * (tl.full([], keep_scale, ACCURATE) / total)[:, None], 0.0)
-        store_rows(out, out_stride, b, h, row, r,
-                   value_channels, in_tile, DV, result)  # fmt: skip
-        tl.store(lse + head * L + i, to_natural(top, total), mask=in_tile)
+        store_rows(out, out_stride, b, h, first_q + row, r, value_channels, in_tile, DV, result)
+        tl.store(lse + first_row + i, to_natural(top, total), mask=in_tile)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -158,7 +162,7 @@ def grad_query_kernel(
     grad_query, delta, alibi_sum, sinks_sum,
     grad_out_stride, grad_lse_stride, query_stride, key_stride, value_stride, mask_stride, padding_stride,
     alibi_stride, sinks_stride, out_stride, grad_query_stride,
-    H, group, L, S, offset, left, right, threshold,
+    bounds_q, bounds_k, N, H, group, L, S, lower_right, left, right, threshold,
     scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64,
     SOFTCAP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
@@ -173,11 +177,11 @@ def grad_query_kernel(
     ACCURATE: tl.constexpr = tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32
     MASKED: tl.constexpr = mask is not None
     PADDED: tl.constexpr = padding is not None
-    tiles = (L + BLOCK_Q - 1) // BLOCK_Q
-    tile = tiles - 1 - tl.program_id(0) % tiles
-    row = tile * BLOCK_Q
-    head = (tl.program_id(0) // tiles).to(tl.int64)
-    b, h = head // H, head % H
+    # The last rows come first: under a causal mask they are the longest.
+    total_rows = L
+    b, h, row, first_q, first_k, L, S = tile_of(bounds_q, bounds_k, N, H, L, S, BLOCK_Q, True)
+    first_row = number_rows(bounds_q, b, h, H, total_rows, first_q)
+    offset = lower_right * (S - L)
     r, c = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
     channels, value_channels = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     i = row + r
@@ -190,35 +194,22 @@ def grad_query_kernel(
     if alibi is not None:
         slope = tl.load(alibi + b * alibi_stride[0] + h * alibi_stride[1])
     if seed is not None:
-        word1, word2 = dropout_words(seed_word(seed), head * L + i + 1)
+        word1, word2 = dropout_words(seed_word(seed), first_row + i + 1)
 
-    q = load_rows(query, query_stride, b, h, row, r, channels, in_tile, D, BLOCK_D, True)
+    q = load_rows(query, query_stride, b, h, first_q + row, r, channels, in_tile, D, BLOCK_D, True)
     do = load_rows(
-        grad_out,
-        grad_out_stride,
-        b,
-        h,
-        row,
-        r,
-        value_channels,
-        in_tile,
-        DV,
-        BLOCK_DV,
-        True,
+        grad_out, grad_out_stride, b, h, first_q + row, r, value_channels, in_tile, DV, BLOCK_DV, True
     )
-    o = load_rows(out, out_stride, b, h, row, r, value_channels,
-        in_tile, DV, BLOCK_DV, True,
-    )  # fmt: skip
+    o = load_rows(out, out_stride, b, h, first_q + row, r, value_channels, in_tile, DV, BLOCK_DV, True)
     inside = tl.sum(do.to(ACCURATE) * o.to(ACCURATE), 1)
     outside = tl.full([BLOCK_Q], 0, ACCURATE)
     if grad_lse is not None:
-        grad_lse += (
-            b * grad_lse_stride[0] + h * grad_lse_stride[1] + tl.cast(row, tl.int64) * grad_lse_stride[2]
-        )
+        grad_lse += b * grad_lse_stride[0] + h * grad_lse_stride[1]
+        grad_lse += tl.cast(first_q + row, tl.int64) * grad_lse_stride[2]
         outside = tl.load(grad_lse + r * grad_lse_stride[2], mask=in_tile, other=0.0)
     difference = inside - outside
-    tl.store(delta + head * L + i, difference, mask=in_tile)
-    level, logarithm = load_level(lse, log_sum, head * L + i, in_tile)
+    tl.store(delta + first_row + i, difference, mask=in_tile)
+    level, logarithm = load_level(lse, log_sum, first_row + i, in_tile)
     logarithm_column = logarithm
     if log_sum is not None:
         logarithm_column = logarithm[:, None]
@@ -236,11 +227,11 @@ def grad_query_kernel(
                 if PADDED:
                     present = shown_keys(padding, padding_stride, b, column + c, present)
                     shown = present[None, :]
-                k = load_rows(key, key_stride, b, h // group, column, c, channels, present, D, BLOCK_D,
-                    part != 1 or PADDED,
+                k = load_rows(key, key_stride, b, h // group, first_k + column, c, channels, present, D,
+                    BLOCK_D, part != 1 or PADDED,
                 )  # fmt: skip
-                v = load_rows(value, value_stride, b, h // group, column, c, value_channels, present, DV,
-                    BLOCK_DV, part != 1 or PADDED,
+                v = load_rows(value, value_stride, b, h // group, first_k + column, c, value_channels,
+                    present, DV, BLOCK_DV, part != 1 or PADDED,
                 )  # fmt: skip
                 dots = product(q, tl.trans(k), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
                 score, visible, bend = scores_of(
@@ -272,14 +263,14 @@ def grad_query_kernel(
         seen = rows_see(i, S, offset, left, right)
     seen = seen & in_tile
     grad = tl.where(seen[:, None], grad * tl.full([], scale, ACCURATE), 0.0)
-    store_rows(grad_query, grad_query_stride, b, h, row, r, channels, in_tile, D, grad)  # fmt: skip
+    store_rows(grad_query, grad_query_stride, b, h, first_q + row, r, channels, in_tile, D, grad)
     if alibi_sum is not None:
-        tl.store(alibi_sum + head * tiles + tile, tl.sum(slopes, 0))
+        tl.store(alibi_sum + tl.program_id(0), tl.sum(slopes, 0))
     if sinks_sum is not None:
         sink = tl.full([BLOCK_Q], 0, ACCURATE) + to_log2(tl.load(sinks + h * sinks_stride[0]).to(ACCURATE))
         weights = weights_of(sink, level, logarithm, in_tile & (sink != -float("inf")), True)
         taken = tl.where(in_tile, weights * (outside - tl.where(seen, inside, 0.0)), 0.0)
-        tl.store(sinks_sum + head * tiles + tile, tl.sum(taken, 0))
+        tl.store(sinks_sum + tl.program_id(0), tl.sum(taken, 0))
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -287,7 +278,7 @@ def grad_key_value_kernel(
     grad_out, query, key, value, mask, padding, alibi, seed, lse, log_sum, delta, grad_key, grad_value,
     grad_out_stride, query_stride, key_stride, value_stride, mask_stride, padding_stride, alibi_stride,
     grad_key_stride, grad_value_stride,
-    H, group, L, S, offset, left, right, threshold,
+    bounds_q, bounds_k, N, H, group, L, S, lower_right, left, right, threshold,
     scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64,
     SOFTCAP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
@@ -297,10 +288,11 @@ def grad_key_value_kernel(
     ACCURATE: tl.constexpr = tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32
     MASKED: tl.constexpr = mask is not None
     PADDED: tl.constexpr = padding is not None
-    tiles = (S + BLOCK_K - 1) // BLOCK_K
-    column = tl.program_id(0) % tiles * BLOCK_K
-    shared = (tl.program_id(0) // tiles).to(tl.int64)
-    b, shared = shared // (H // group), shared % (H // group)
+    total_rows = L
+    b, shared, column, first_k, first_q, S, L = tile_of(
+        bounds_k, bounds_q, N, H // group, S, L, BLOCK_K, False
+    )
+    offset = lower_right * (S - L)
     r, c = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
     channels, value_channels = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     j = column + c
@@ -312,10 +304,10 @@ def grad_key_value_kernel(
     shown = None
     if PADDED:
         shown = shown_keys(padding, padding_stride, b, j, in_tile)[:, None]
-    k = load_rows(key, key_stride, b, shared, column, c,
-                  channels, in_tile, D, BLOCK_D, True)  # fmt: skip
-    v = load_rows(value, value_stride, b, shared,
-                  column, c, value_channels, in_tile, DV, BLOCK_DV, True)  # fmt: skip
+    k = load_rows(key, key_stride, b, shared, first_k + column, c, channels, in_tile, D, BLOCK_D, True)
+    v = load_rows(
+        value, value_stride, b, shared, first_k + column, c, value_channels, in_tile, DV, BLOCK_DV, True
+    )
     dk = tl.full([BLOCK_K, BLOCK_D], 0, ACCURATE)
     dv = tl.full([BLOCK_K, BLOCK_DV], 0, ACCURATE)
     begin, inner, outer, end = seeing_rows(
@@ -323,7 +315,7 @@ def grad_key_value_kernel(
     )
     for g in range(0, group):
         h = shared * group + g
-        first_row = (b * H + h) * L
+        first_row = number_rows(bounds_q, b, h, H, total_rows, first_q)
         slope = None
         if alibi is not None:
             slope = tl.load(alibi + b * alibi_stride[0] + h * alibi_stride[1])
@@ -333,11 +325,11 @@ def grad_key_value_kernel(
                 for row in range(start, stop, BLOCK_Q):
                     i = row + tl.arange(0, BLOCK_Q)
                     present = (i >= begin) & (i < end)
-                    q = load_rows(query, query_stride, b, h, row, r, channels, present, D, BLOCK_D,
+                    q = load_rows(query, query_stride, b, h, first_q + row, r, channels, present, D, BLOCK_D,
                         part != 1,
                     )  # fmt: skip
-                    do = load_rows(grad_out, grad_out_stride, b, h, row, r, value_channels, present, DV,
-                        BLOCK_DV, part != 1,
+                    do = load_rows(grad_out, grad_out_stride, b, h, first_q + row, r, value_channels, present,
+                        DV, BLOCK_DV, part != 1,
                     )  # fmt: skip
                     level, logarithm = load_level(lse, log_sum, first_row + i, present)
                     if log_sum is not None:
@@ -373,9 +365,9 @@ def grad_key_value_kernel(
                         grads *= bend
                     dk = product(grads, q, dk, PRECISION, UPCAST)
 
-    store_rows(grad_key, grad_key_stride, b, shared, column, c, channels, in_tile, D,
+    store_rows(grad_key, grad_key_stride, b, shared, first_k + column, c, channels, in_tile, D,
                dk * tl.full([], scale, ACCURATE))  # fmt: skip
-    store_rows(grad_value, grad_value_stride, b, shared, column, c, value_channels, in_tile, DV,
+    store_rows(grad_value, grad_value_stride, b, shared, first_k + column, c, value_channels, in_tile, DV,
                dv * tl.full([], keep_scale, ACCURATE))  # fmt: skip
 
 
@@ -384,7 +376,7 @@ def grad_mask_kernel(
     grad_out, query, key, value, mask, padding, alibi, seed, lse, log_sum, delta, grad_mask,
     grad_out_stride, query_stride, key_stride, value_stride, mask_stride, padding_stride, alibi_stride,
     grad_mask_stride, sizes, shared, chunks, per_chunk,
-    H, group, L, S, offset, left, right, threshold,
+    H, group, L, S, lower_right, left, right, threshold,
     scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64,
     SOFTCAP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
@@ -393,6 +385,7 @@ def grad_mask_kernel(
     """One tile of a mask's gradient, over a chunk of what shares it: ``shared`` batches, heads, tiles of rows
     and of keys are added one after another. The mask itself has ``sizes`` of them."""
     ACCURATE: tl.constexpr = tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32
+    offset = lower_right * (S - L)
     chunk = tl.program_id(0) % chunks
     n = tl.program_id(0) // chunks
     n, key_tile = n // sizes[3], n % sizes[3]
@@ -468,7 +461,7 @@ def grad_mask_kernel(
 def weights_kernel(
     query, key, mask, padding, alibi, seed, lse, log_sum, weights,
     query_stride, key_stride, mask_stride, padding_stride, alibi_stride,
-    H, group, L, S, offset, left, right, threshold,
+    H, group, L, S, lower_right, left, right, threshold,
     scale: tl.float64, softcap: tl.float64, keep_scale: tl.float64,
     SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr,
@@ -476,6 +469,7 @@ def weights_kernel(
 ):  # fmt: skip
     """One tile of the weights themselves, of a head or of the mean over heads."""
     ACCURATE: tl.constexpr = tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32
+    offset = lower_right * (S - L)
     key_tiles, row_tiles = (S + BLOCK_K - 1) // BLOCK_K, (L + BLOCK_Q - 1) // BLOCK_Q
     column = tl.program_id(0) % key_tiles * BLOCK_K
     n = tl.program_id(0) // key_tiles
@@ -522,3 +516,17 @@ def weights_kernel(
         total = total / H
     at = weights + (n * L + row) * S + column + tl.arange(0, BLOCK_Q)[:, None].to(tl.int64) * S + c[None, :]
     tl.store(at, total.to(weights.dtype.element_ty), mask=(i < L)[:, None] & (j < S)[None, :])
+
+
+@triton.jit(do_not_specialize=["N", "length"])
+def sum_tiles_kernel(partial, total, bounds, N, length, BLOCK: tl.constexpr):
+    """(heads, N) sums over the tiles of a sequence, out of (heads, places for tiles)."""
+    n, h = tl.program_id(0) % N, (tl.program_id(0) // N).to(tl.int64)
+    places = length // BLOCK + N
+    tokens = tl.load(bounds + n + 1) - tl.load(bounds + n)
+    begin = clip(first_tile(bounds, n, BLOCK), places)
+    end = clip(begin + ((tokens + BLOCK - 1) // BLOCK).to(tl.int32), places)
+    result = tl.full([], 0, partial.dtype.element_ty)
+    for place in range(begin, end):
+        result += tl.load(partial + h * places + place)
+    tl.store(total + tl.program_id(0), result)

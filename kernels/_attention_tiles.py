@@ -7,7 +7,8 @@ import triton.language as tl
 from fastattn.kernels._common import LOG2E, device, to_log2
 
 __all__ = [
-    "load_level", "rows_see", "scores_of", "seeing_rows", "seen_keys", "shown_keys", "stretch", "weights_of",
+    "clip", "first_tile", "load_level", "number_rows", "rows_see", "scores_of", "seeing_rows", "seen_keys",
+    "shown_keys", "stretch", "tile_of", "weights_of",
 ]  # fmt: skip
 
 
@@ -30,7 +31,77 @@ def _tanh(x):
 
 
 @device
-def _clip(x, end):
+def first_tile(bounds, n, BLOCK: tl.constexpr):
+    """Where in a row of tiles that hold packed sequences those of sequence n begin.
+
+    This leaves room for the partial tile at each one's end: there are total // BLOCK + N places, and a
+    program needs to know nothing but the bounds to find its own.
+    """
+    return (tl.load(bounds + n) // BLOCK).to(tl.int32) + n
+
+
+@device
+def _packed_tile(place, bounds, other_bounds, N, total, other_total, BLOCK: tl.constexpr):
+    """The sequence of a place, the number of its tile, and where on either side the sequence lies.
+
+    A place behind the last tile has a sequence of no tokens. Whatever the bounds, nothing outside of the
+    tensors is read or written.
+    """
+    n, after = place * 0, place * 0 + N
+    while after - n > 1:
+        middle = (n + after) // 2
+        if first_tile(bounds, middle, BLOCK) <= place:
+            n = middle
+        else:
+            after = middle
+    tile = place - first_tile(bounds, n, BLOCK)
+    begin = clip(tl.load(bounds + n).to(tl.int64), total)
+    end = clip(tl.load(bounds + n + 1).to(tl.int64), total)
+    other = clip(tl.load(other_bounds + n).to(tl.int64), other_total)
+    other_end = clip(tl.load(other_bounds + n + 1).to(tl.int64), other_total)
+    length = tl.maximum(end - begin, 0).to(tl.int32)
+    there = (tile >= 0) & (tile * BLOCK < length)
+    length = tl.where(there, length, 0)
+    other_length = tl.where(there, tl.maximum(other_end - other, 0).to(tl.int32), 0)
+    return n, tl.where(there, tile, 0), begin, other, length, other_length
+
+
+@device
+def tile_of(
+    bounds, other_bounds, N, heads, length, other_length, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr
+):
+    """The tile of a program, one of a head's queries or keys: batch or sequence, head, first row in the tile,
+    where the sequence begins in the tensors of its own side and of the other, and its lengths there."""
+    program = tl.program_id(0)
+    if bounds is None:
+        tiles = (length + BLOCK - 1) // BLOCK
+        tile = program % tiles
+        head = (program // tiles).to(tl.int64)
+        b, h = head // heads, head % heads
+        begin, other = 0, 0
+    else:
+        places = length // BLOCK + N
+        n, tile, begin, other, length, other_length = _packed_tile(
+            program % places, bounds, other_bounds, N, length, other_length, BLOCK
+        )
+        b, h = n.to(tl.int64), (program // places).to(tl.int64)
+        tiles = (length + BLOCK - 1) // BLOCK
+    if LAST_FIRST:
+        tile = tl.maximum(tiles - 1 - tile, 0)
+    return b, h, tile * BLOCK, begin, other, length, other_length
+
+
+@device
+def number_rows(bounds, b, h, H, L, begin):
+    """The number of a head's first row, counted as in lse; ``L`` is the length of the whole tensor."""
+    if bounds is None:
+        return (b * H + h) * L
+    else:
+        return h * L + begin
+
+
+@device
+def clip(x, end):
     return tl.minimum(tl.maximum(x, 0), end)
 
 
@@ -39,11 +110,11 @@ def seen_keys(first, last, S, offset, left, right):
     """Keys [begin, end) that some row of first..last may see, and [inner, outer) that all of them do."""
     begin, inner, outer, end = S * 0, S * 0, S, S
     if left is not None:
-        begin = _clip(first + offset - left, S)
-        inner = _clip(last + offset - left, S)
+        begin = clip(first + offset - left, S)
+        inner = clip(last + offset - left, S)
     if right is not None:
-        outer = _clip(first + offset + right + 1, S)
-        end = _clip(last + offset + right + 1, S)
+        outer = clip(first + offset + right + 1, S)
+        end = clip(last + offset + right + 1, S)
     return begin, inner, outer, end
 
 
@@ -52,11 +123,11 @@ def seeing_rows(first, last, L, offset, left, right):
     """Rows [begin, end) that may see some key of first..last, and [inner, outer) that see all of them."""
     begin, inner, outer, end = L * 0, L * 0, L, L
     if right is not None:
-        begin = _clip(first - offset - right, L)
-        inner = _clip(last - offset - right, L)
+        begin = clip(first - offset - right, L)
+        inner = clip(last - offset - right, L)
     if left is not None:
-        outer = _clip(first - offset + left + 1, L)
-        end = _clip(last - offset + left + 1, L)
+        outer = clip(first - offset + left + 1, L)
+        end = clip(last - offset + left + 1, L)
     return begin, inner, outer, end
 
 

@@ -100,7 +100,7 @@ class _Call:
 
     def __init__(
         self, query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks, dropout_seed, scale,
-        softcap, window_left, window_right, lower_right, dropout_p, more=(),
+        softcap, window_left, window_right, lower_right, dropout_p, packed=(), more=(),
     ):  # fmt: skip
         self.B, self.H, self.L, D = check("query", query, (None,) * 4)
         _, Hkv, self.S, _ = check("key", key, (self.B, None, None, D), query.dtype)
@@ -113,6 +113,13 @@ class _Call:
             raise NotImplementedError(f"head dims up to {TRITON_HEAD_DIM}, got {max(D, DV)}")
         if max(L, S) >= 2**29:
             raise NotImplementedError(f"lengths below 2**29, got {L} queries and {S} keys")
+        bounds = _check_bounds(*packed[:2]) if any(p is not None for p in packed) else None
+        if bounds is not None:
+            if B != 1 or attn_mask is not None or key_padding_mask is not None:
+                raise RuntimeError(f"packed sequences must be a batch of 1 without masks, got a batch of {B}")
+            if bounds[0].numel() == 1 and max(L, S) > 0:
+                raise RuntimeError(f"cu_seqlens name no sequence, got {L} queries and {S} keys")
+        self.bounds, self.N = bounds, B if bounds is None else bounds[0].numel() - 1
         if attn_mask is not None:
             shape = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
             if len(shape) != 4 or any(n not in (1, m) for n, m in zip(shape, (B, H, L, S), strict=False)):
@@ -125,9 +132,9 @@ class _Call:
         if key_padding_mask is not None:
             check("key_padding_mask", key_padding_mask, (B, S), torch.bool)
         if alibi_slopes is not None:
-            shape = (B, H) if alibi_slopes.dim() > 1 else (H,)
+            shape = (self.N, H) if alibi_slopes.dim() > 1 else (H,)
             check("alibi_slopes", alibi_slopes, shape, wide)
-            alibi_slopes = alibi_slopes.expand(B, H)
+            alibi_slopes = alibi_slopes.expand(self.N, H)
         if sinks is not None:
             check("sinks", sinks, (H,), query.dtype, torch.float32)
         if dropout_p > 0:
@@ -145,7 +152,8 @@ class _Call:
         }  # fmt: skip
         self.arguments = {
             "seed": dropout_seed if dropout_p > 0 else None,
-            "H": H, "group": H // max(Hkv, 1), "L": L, "S": S, "offset": S - L if lower_right else 0,
+            "bounds_q": bounds and bounds[0], "bounds_k": bounds and bounds[1], "N": self.N, "H": H,
+            "group": H // max(Hkv, 1), "L": L, "S": S, "lower_right": int(lower_right),
             # Beyond all keys; positions added to it then stay within 32 bits.
             "left": None if window_left < 0 else min(window_left, L + S),
             "right": None if window_right < 0 else min(window_right, L + S),
@@ -162,8 +170,10 @@ class _Call:
     def add(self, name: str, tensor: Tensor | None) -> None:
         if tensor is not None and tensor.dtype == torch.bool:
             tensor = tensor.view(torch.uint8)
-        self.arguments[name] = tensor
-        self.arguments[f"{name}_stride"] = None if tensor is None else tensor.stride()
+        stride = None if tensor is None else tensor.stride()
+        if stride is not None and self.bounds is not None and name not in ("alibi", "sinks"):
+            stride = (0, *stride[1:])  # all sequences are in the one batch
+        self.arguments[name], self.arguments[f"{name}_stride"] = tensor, stride
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.wide, device=self.device)
@@ -177,6 +187,16 @@ class _Call:
     def tiles(self, config: Config) -> tuple[int, int]:
         return -(-self.L // config.BLOCK_Q), -(-self.S // config.BLOCK_K)
 
+    def places(self, config: Config) -> tuple[int, int]:
+        """How many programs have a tile of queries, and of keys, for each head: see ``first_tile``.
+
+        Where sequences are packed these are bounds that need no length but the total, which is known here:
+        nothing is read from the device, and a longest length would tell no more.
+        """
+        if self.bounds is None:
+            return tuple(self.B * n for n in self.tiles(config))
+        return self.L // config.BLOCK_Q + self.N, self.S // config.BLOCK_K + self.N
+
     def level(self, lse: Tensor) -> tuple[Tensor, Tensor | None]:
         """lse and log_sum for the kernels that compute weights again.
 
@@ -188,30 +208,30 @@ class _Call:
             return lse.contiguous(), None
         level, log_sum = lse.clone(memory_format=torch.contiguous_format), self.empty(self.B, self.H, self.L)
         self.launch(
-            kernels.forward_kernel, FORWARD, lambda config: self.B * self.H * self.tiles(config)[0],
+            kernels.forward_kernel, FORWARD, lambda config: self.H * self.places(config)[0],
             value=None, value_stride=None, seed=None, lse=level, log_sum=log_sum, out=None, out_stride=None,
         )  # fmt: skip
         return level, log_sum
 
 
-def _refuse_packed(packed) -> None:
-    if any(p is not None for p in packed):
-        raise NotImplementedError("the Triton kernels do not know packed sequences (cu_seqlens) yet")
+def _check_bounds(cu_seqlens_q, cu_seqlens_k) -> tuple[Tensor, Tensor]:
+    """What can be known without reading them; kernels stay inside of the tensors whatever bounds hold."""
+    integers = (torch.int32, torch.int64)
+    (count,) = check("cu_seqlens_q", cu_seqlens_q, (None,), *integers)
+    check("cu_seqlens_k", cu_seqlens_k, (count,), *integers)
+    if count == 0:
+        raise RuntimeError("cu_seqlens must have at least one element")
+    return cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
 
 
 def attention_forward(query: Tensor, key: Tensor, value: Tensor, *args) -> tuple[Tensor, Tensor]:
-    _refuse_packed(args[11:])
-    call = _Call(query, key, value, *args[:11])
+    call = _Call(query, key, value, *args[:11], args[11:])
     # Heads beside channels in memory: joining them afterwards is then a view.
     out = query.new_empty((call.B, call.L, call.H, value.shape[3])).transpose(1, 2)
     lse = call.empty(call.B, call.H, call.L)
     call.add("out", out)
     call.launch(
-        kernels.forward_kernel,
-        FORWARD,
-        lambda config: call.B * call.H * call.tiles(config)[0],
-        lse=lse,
-        log_sum=None,
+        kernels.forward_kernel, FORWARD, lambda config: call.H * call.places(config)[0], lse=lse, log_sum=None
     )
     return out, lse
 
@@ -223,11 +243,10 @@ def attention_backward(
     window_right: int, lower_right: bool, dropout_p: float, mask_grad: bool, alibi_grad: bool,
     sinks_grad: bool, *packed,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    _refuse_packed(packed)
     grads = [torch.empty_like(t) for t in (query, key, value)]
     call = _Call(
         query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks, dropout_seed, scale, softcap,
-        window_left, window_right, lower_right, dropout_p,
+        window_left, window_right, lower_right, dropout_p, packed,
         zip(("grad_query", "grad_key", "grad_value"), grads, strict=True),
     )  # fmt: skip
     B, H, L = call.B, call.H, call.L
@@ -247,31 +266,39 @@ def attention_backward(
     delta = call.empty(B, H, L)
     saved = {"lse": level, "log_sum": log_sum, "delta": delta}
 
-    rows = call.tiles(choose_config(GRAD_QUERY[architecture(call.device)], call.dtype, call.width))[0]
-    alibi_sum = call.empty(B, H, rows) if alibi_grad else None
-    sinks_sum = call.empty(B, H, rows) if sinks_grad else None
+    config = choose_config(GRAD_QUERY[architecture(call.device)], call.dtype, call.width)
+    places = call.places(config)[0]
+    alibi_sum = call.empty(H, places) if alibi_grad else None
+    sinks_sum = call.empty(H, places) if sinks_grad else None
     call.launch(
-        kernels.grad_query_kernel,
-        GRAD_QUERY,
-        lambda config: B * H * rows,
-        alibi_sum=alibi_sum,
-        sinks_sum=sinks_sum,
-        **saved,
-    )
+        kernels.grad_query_kernel, GRAD_QUERY, lambda config: H * places, alibi_sum=alibi_sum,
+        sinks_sum=sinks_sum, **saved,
+    )  # fmt: skip
     call.launch(
-        kernels.grad_key_value_kernel,
-        GRAD_KEY_VALUE,
-        lambda config: B * key.shape[1] * call.tiles(config)[1],
-        **saved,
-    )
+        kernels.grad_key_value_kernel, GRAD_KEY_VALUE,
+        lambda config: key.shape[1] * call.places(config)[1], **saved,
+    )  # fmt: skip
     grad_mask, grad_alibi, grad_sinks = query.new_empty(0), query.new_empty(0), query.new_empty(0)
     if mask_grad:
         grad_mask = _sum_mask_grad(call, attn_mask, saved)
     if alibi_grad:
-        grad_alibi = alibi_sum.sum(-1 if alibi_slopes.dim() > 1 else (0, 2)).to(alibi_slopes.dtype)
+        grad_alibi = _sum_tiles(call, config, alibi_sum)
+        grad_alibi = (grad_alibi if alibi_slopes.dim() > 1 else grad_alibi.sum(0)).to(alibi_slopes.dtype)
     if sinks_grad:
-        grad_sinks = sinks_sum.sum((0, 2)).to(sinks.dtype)
+        grad_sinks = _sum_tiles(call, config, sinks_sum).sum(0).to(sinks.dtype)
     return *grads, grad_mask, grad_alibi, grad_sinks
+
+
+def _sum_tiles(call: _Call, config: Config, partial: Tensor) -> Tensor:
+    """(N, H) sums over what the programs of the queries left."""
+    if call.bounds is None:
+        return partial.view(call.B, call.H, call.tiles(config)[0]).sum(-1)
+    total = call.empty(call.H, call.N)
+    launch(
+        kernels.sum_tiles_kernel, total.numel(), Config(config.BLOCK_Q, 1, 1, 1), partial=partial,
+        total=total, bounds=call.bounds[0], N=call.N, length=call.L, BLOCK=config.BLOCK_Q,
+    )  # fmt: skip
+    return total.T
 
 
 def _sum_mask_grad(call: _Call, attn_mask: Tensor, saved: dict[str, Tensor]) -> Tensor:

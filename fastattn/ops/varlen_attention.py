@@ -113,7 +113,12 @@ def _prepare(
         (*heads_first, None, None, alibi_slopes, sinks),
         options,
         (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-        Request(query.device.type, query.dtype, tuple(n for n, given in used.items() if given), packed=True),
+        Request(
+            query.device.type,
+            query.dtype,
+            tuple(n for n, given in used.items() if given),
+            head_dim=max(D, value.shape[2]),
+        ),  # fmt: skip
     )
 
 
