@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from fastattn.kernels._attention_tiles import (
     clip,
+    finish_rows,
     first_tile,
     load_level,
     number_rows,
@@ -24,6 +25,7 @@ from fastattn.kernels._attention_tiles import (
     seeing_rows,
     seen_keys,
     shown_keys,
+    softmax_step,
     stretch,
     tile_of,
     weights_of,
@@ -126,12 +128,7 @@ def forward_kernel(
                 )  # fmt: skip
                 if MASKED or PADDED:
                     seen = seen | (tl.max(visible.to(tl.int32), 1) > 0)
-                above = tl.maximum(top, tl.max(score, 1))
-                shift = tl.where(above == -float("inf"), 0.0, above)
-                rescale = tl.exp2(top - shift)
-                weights = tl.exp2(score - shift[:, None])
-                total = total * rescale + tl.sum(weights, 1)
-                top = above
+                weights, rescale, top, total = softmax_step(score, top, total)
                 if value is not None:
                     v = load_rows(value, value_stride, b, h // group, first_k + column, c, value_channels,
                         present, DV, BLOCK_DV, part != 1 or PADDED,
@@ -149,9 +146,7 @@ def forward_kernel(
     else:
         if not (MASKED or PADDED):
             seen = rows_see(i, S, offset, left, right)
-        # Only masks make a row empty: scores that are all -inf by value are NaN, as in plain PyTorch.
-        total = tl.where(seen & (top == -float("inf")), float("nan"), total)
-        result = tl.where(seen[:, None], result * (tl.full([], keep_scale, ACCURATE) / total)[:, None], 0.0)
+        result, total = finish_rows(result * tl.full([], keep_scale, ACCURATE), top, total, seen)
         store_rows(out, out_stride, b, h, first_q + row, r, value_channels, in_tile, DV, result)
         tl.store(lse + first_row + i, to_natural(top, total), mask=in_tile)
 

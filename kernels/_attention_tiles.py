@@ -7,8 +7,8 @@ import triton.language as tl
 from fastattn.kernels._common import LOG2E, device, to_log2
 
 __all__ = [
-    "clip", "first_tile", "load_level", "number_rows", "rows_see", "scores_of", "seeing_rows", "seen_keys",
-    "shown_keys", "stretch", "tile_of", "weights_of",
+    "clip", "finish_rows", "first_tile", "load_level", "number_rows", "rows_see", "scores_of", "seeing_rows",
+    "seen_keys", "shown_keys", "softmax_step", "stretch", "tile_of", "weights_of",
 ]  # fmt: skip
 
 
@@ -221,3 +221,23 @@ def load_level(lse, log_sum, at, shown):
         return to_log2(level), 0.0
     else:
         return level, tl.load(log_sum + at, mask=shown, other=0.0)
+
+
+@device
+def softmax_step(score, top, total):
+    """The online softmax: weights of a block of scores, what older sums are rescaled by, and the new sums."""
+    above = tl.maximum(top, tl.max(score, 1))
+    shift = tl.where(above == -float("inf"), 0.0, above)
+    rescale = tl.exp2(top - shift)
+    weights = tl.exp2(score - shift[:, None])
+    return weights, rescale, above, total * rescale + tl.sum(weights, 1)
+
+
+@device
+def finish_rows(result, top, total, seen):
+    """The softmax of rows and its denominator; rows that have not ``seen`` a key are zero.
+
+    Only masks make a row empty: scores that are all -inf by value are NaN, as in plain PyTorch.
+    """
+    total = tl.where(seen & (top == -float("inf")), float("nan"), total)
+    return tl.where(seen[:, None], result * (1 / total)[:, None], 0.0), total

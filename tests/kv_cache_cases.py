@@ -1,23 +1,25 @@
 """Caches, calls and the checker that the tests of attention over a cache share."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import attention_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from attention_cases import Case, plain
-from operator_checks import compare, require
+from attention_cases import IMPLEMENTATIONS, Case, plain
+from operator_checks import compare, running
 
 import fastattn
 
 OP = "fastattn::attention_with_kv_cache"
 
 
-@pytest.fixture(params=("reference", "cpu"))
-def impl(request) -> str:
-    return require(request.param, OP)
+@pytest.fixture(params=IMPLEMENTATIONS)
+def impl(request) -> Iterator[str]:
+    with running(request.param, OP) as name:
+        yield name
 
 
 @dataclass

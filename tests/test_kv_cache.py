@@ -1,15 +1,17 @@
 """Attention over a cache against the float64 oracle: options, sizes, dtypes, layouts, pages, splits."""
 
+import importlib
 import math
 
 import kv_cache_cases
 import operator_checks
 import pytest
 import torch
+from attention_cases import choices
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_cache_cases import OP, call, check, make_case
-from operator_checks import LAYOUTS, require
+from operator_checks import LAYOUTS, NATIVE, fewer, require, running
 
 import fastattn
 
@@ -47,7 +49,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("page_size", (None, 4))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@choices(DTYPES, (torch.float32,))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(impl, name, dtype, page_size):
     case = make_case(**({"dtype": dtype, "page_size": page_size} | OPTIONS[name]))
@@ -58,6 +60,7 @@ def test_options(impl, name, dtype, page_size):
 @pytest.mark.parametrize("L", (1, 2, 40))
 def test_lengths_around_the_blocks(impl, L, page_size):
     lengths = (0, 1, 15, 16, 17, 63, 64, 127, 128, 129, 255, 300)
+    lengths = fewer(impl, lengths, (0, 1, 31, 32, 33, 65))
     case = make_case(lengths, H=2, Hkv=1, L=L, page_size=page_size)
     check(call(case, impl), case)
 
@@ -97,7 +100,8 @@ def test_index_dtypes(impl, index_dtype):
 @pytest.mark.parametrize("L", (1, 20))
 @pytest.mark.parametrize("page_size", (None, 4))
 def test_layouts(impl, layout, L, page_size):
-    case = make_case(L=L, page_size=page_size, alibi="bh", sinks=True)
+    L = fewer(impl, L, min(L, 5))
+    case = make_case(fewer(impl, (5, 0, 9), (5, 9)), L=L, page_size=page_size, alibi="bh", sinks=True)
     expected = call(case, impl)
     for name in ("query", "key_cache", "value_cache", "key", "value", "alibi_slopes", "sinks"):
         given = getattr(case, name)
@@ -114,6 +118,7 @@ def test_layouts(impl, layout, L, page_size):
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@NATIVE
 @given(data=st.data())
 def test_random_calls(impl, data):
     draw = lambda strategy: data.draw(strategy)  # noqa: E731
@@ -156,6 +161,32 @@ def test_splits_pages_and_threads_change_no_bit(L, dtype):
                 torch.set_num_threads(threads)
             for name in ("out", "lse"):
                 assert torch.equal(result[name], expected[name]), (page_size, num_splits, name)
+
+
+@pytest.mark.parametrize("H, L, page_size", ((2, 1, None), (2, 1, 32), (6, 1, 5), (6, 11, 64)))
+def test_splits_change_nothing_but_rounding_in_triton(H, L, page_size):
+    """Fewer keys than splits, one block for each, and several; a tile of rows, and more."""
+    with running("triton", OP) as impl:
+        for num_splits in (0, 1, 2, 3, 100 if L == 1 else 5):
+            options = {"window_size": (70, -1), "softcap": 2.0} if num_splits == 3 else {}
+            case = make_case(
+                (0, 31, 130), H, 2, L, alibi="bh", sinks=num_splits != 2, page_size=page_size,
+                num_splits=num_splits, **options,
+            )  # fmt: skip
+            check(call(case, impl), case)
+
+
+def test_triton_divides_the_keys_of_long_caches_by_itself(monkeypatch):
+    with running("triton", OP) as impl:
+        case = make_case((600, 20), 4, 2)
+        kernels = importlib.import_module("fastattn.kernels.kv_cache")
+        joined = []
+        monkeypatch.setattr(
+            kernels, "launch", lambda kernel, *a, launch=kernels.launch, **k: (joined.append(kernel),
+                                                                               launch(kernel, *a, **k))
+        )  # fmt: skip
+        check(call(case, impl), case)
+        assert joined == [kernels.append_kernel, kernels.attend_kernel, kernels.join_kernel]
 
 
 def test_long_sequences_are_exact():

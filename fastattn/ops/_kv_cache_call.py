@@ -124,14 +124,14 @@ def prepare(
         tensors = (*tensors[:7], alibi_slopes.to(torch.float64), sinks)
     request = Request(
         query.device.type, query.dtype, tuple(name for name in used if used[name]),
-        "fastattn::attention_with_kv_cache",
+        "fastattn::attention_with_kv_cache", max(D, value_cache.shape[3]),
     )  # fmt: skip
     options = (scale, softcap, window_left, 0 if is_causal else window_right, num_splits)
     return Prepared(tensors, options, request)
 
 
 def check_values(call: Prepared) -> None:
-    """What a call writes to and reads from lies in the caches; for the reference, on the CPU.
+    """What a call writes to and reads from lies in the caches; for the reference and Triton's interpreter.
 
     The CPU kernel checks the same by itself.
     """

@@ -6,6 +6,7 @@ from torch._C import _is_any_autocast_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from fastattn import _triton
 from fastattn._choose import candidates, choose
 from fastattn.ops._attention_call import UNLIMITED
 from fastattn.ops._common import (
@@ -69,6 +70,7 @@ def _counted(keys, *args):
         return _op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args)
 
 
+_triton.register(library, "kv_cache", "attention_with_kv_cache")
 library.impl("attention_with_kv_cache", _without_gradients, "Autograd")
 library.impl("attention_with_kv_cache", _counted, "ADInplaceOrView", with_keyset=True)
 
@@ -134,8 +136,9 @@ def attention_with_kv_cache(
             Entries behind the last token are never looked at.
         is_causal: query i sees keys up to ``i + S_b - L``.
         scale, window_size, softcap, alibi_slopes, sinks: as in :func:`scaled_dot_product_attention`.
-        num_splits: into how many parts, at most, the keys of a head may be dealt to threads; 0 leaves it to
-            the kernel. It never changes a result, not in a single bit, and neither does paging.
+        num_splits: into how many parts, at most, the keys of a head may be dealt to threads, or to programs
+            of a GPU; 0 leaves it to the kernel. On the CPU it never changes a result, not in a single bit,
+            and neither does paging; with Triton by rounding.
         return_lse: also return the log-sum-exp.
         impl: "auto" or exactly one of "cpu", "reference", "triton", "cuda"; :func:`fastattn.explain` tells
             which one runs.
@@ -202,14 +205,15 @@ def attention_with_kv_cache(
     )  # fmt: skip
     implementation = choose(call.request, impl)
     _refuse_gradients(call.tensors)
-    if implementation == "cpu":
+    if implementation != "cpu" and query.device.type == "cpu":
+        check_values(call)
+    if implementation in ("cpu", "triton"):
         out, lse = call_op(_op, *call.tensors, *call.options)
         if not is_compiling():
             _count(call.tensors)
-            _chosen.add("cpu")
+            if implementation == "cpu":
+                _chosen.add("cpu")
     else:
-        if query.device.type == "cpu":
-            check_values(call)
         out, lse = reference.attention_with_kv_cache(*call.tensors, *call.options[:-1])
     return (out, lse) if return_lse else out
 
