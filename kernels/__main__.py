@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 import triton
-from fastattn.kernels import _attention_kernels, _edges, aggregation, attention, graph_attention
+from fastattn.kernels import _attention_kernels, _edges, aggregation, attention, graph_attention, kv_cache
 from fastattn.kernels._common import INTERPRETED, compile_only
 from triton.backends.compiler import GPUTarget
 
@@ -102,6 +102,7 @@ HALF = (torch.bfloat16, torch.float16)
 # What the tests compile.
 MAIN = [
     Case(torch.float16, 64, "plain"),
+    Case(torch.float16, 128, "pages", "attention over a cache"),
     Case(torch.float32, 128, "weighted, divided rows", "aggregation"),
     Case(torch.bfloat16, 64, "gatv2", "graph attention"),
     Case(torch.float32, 256, "dot, divided rows", "graph attention"),
@@ -120,6 +121,12 @@ EVERYTHING = (
         for options in ("everything", "window", "boolean mask", "packed")
     ]
     + [Case(torch.float32, 64, "everything"), Case(torch.float64, 64, "everything")]
+    + [
+        Case(dtype, D, options, "attention over a cache")
+        for dtype in (*HALF, torch.float32)
+        for D in (64, 128, 256)
+        for options in ("contiguous", "pages", "small pages", "everything")
+    ]
     + [
         Case(dtype, F, f"{options}, divided rows", family)
         for dtype in (torch.bfloat16, torch.float32, torch.float64)
@@ -163,6 +170,29 @@ def compile_attention(case: Case) -> None:
     )
     if case.options not in ("plain", "packed"):
         attention.attention_weights(query, key, lse, *biases, seed, *options, True)
+
+
+def compile_kv_cache(case: Case) -> None:
+    """Decoding, which divides the keys, and a prompt that is its own part."""
+    empty = lambda *shape, dtype=case.dtype: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
+    B, H, Hkv, capacity = 4, 32, 8, 8192
+    alibi = sinks = table = None
+    left, softcap = -1, 0.0
+    pages = {"pages": 256, "small pages": 16}.get(case.options.partition(",")[0])
+    if "everything" in case.options:
+        wide = torch.float64 if case.dtype == torch.float64 else torch.float32
+        alibi, sinks, left, softcap, pages = empty(H, dtype=wide), empty(H), 256, 30.0, 16
+    if pages is None:
+        cache = empty(B, Hkv, capacity, case.D)
+    else:
+        cache = empty(B * capacity // pages, Hkv, pages, case.D)
+        table = empty(B, capacity // pages, dtype=torch.int32)
+    for L in (1, 128):
+        new = empty(B, Hkv, L, case.D)
+        kv_cache.attention_with_kv_cache(
+            empty(B, H, L, case.D), cache, cache, new, new, empty(B, dtype=torch.int32), table, alibi, sinks,
+            case.D**-0.5, softcap, left, 0, 0,
+        )  # fmt: skip
 
 
 def _edges_of(case: Case) -> tuple[int, int, tuple, tuple]:
@@ -232,6 +262,7 @@ def compile_graph_attention(case: Case) -> None:
 
 FAMILIES = {
     "attention": compile_attention,
+    "attention over a cache": compile_kv_cache,
     "aggregation": compile_aggregation,
     "graph attention": compile_graph_attention,
 }
@@ -279,7 +310,7 @@ def _describe(name: str, case: Case, kernel: str, config, compiled) -> Row:
 
 def compile_case(name: str, case: Case) -> list[Row]:
     """All kernels of a call, compiled for a target."""
-    for module in (_edges, _attention_kernels, aggregation, graph_attention):
+    for module in (_edges, _attention_kernels, aggregation, graph_attention, kv_cache):
         for kernel in vars(module).values():
             if isinstance(kernel, triton.runtime.JITFunction):
                 kernel.device_caches.clear()
