@@ -16,7 +16,15 @@ from typing import NamedTuple
 
 import torch
 import triton
-from fastattn.kernels import _attention_kernels, _edges, aggregation, attention, graph_attention, kv_cache
+from fastattn.kernels import (
+    _attention_kernels,
+    _edges,
+    aggregation,
+    attention,
+    graph_attention,
+    kv_cache,
+    linear_attention,
+)
 from fastattn.kernels._common import INTERPRETED, compile_only
 from triton.backends.compiler import GPUTarget
 
@@ -106,6 +114,7 @@ MAIN = [
     Case(torch.float32, 128, "weighted, divided rows", "aggregation"),
     Case(torch.bfloat16, 64, "gatv2", "graph attention"),
     Case(torch.float32, 256, "dot, divided rows", "graph attention"),
+    Case(torch.bfloat16, 64, "causal", "linear attention"),
 ]
 EVERYTHING = (
     MAIN
@@ -136,6 +145,13 @@ EVERYTHING = (
             ("graph attention", ("additive", "dot", "gatv2", "dot with everything")),
         )
         for options in given
+    ]
+    + [
+        Case(dtype, D, options, "linear attention")
+        for dtype in (*HALF, torch.float32, torch.float64)
+        for D in (16, 64, 128, 256, 512)
+        for options in ("causal", "everything", "not causal")
+        if options == "causal" or (D in (64, 128) and dtype != torch.float64)
     ]
 )
 
@@ -260,11 +276,34 @@ def compile_graph_attention(case: Case) -> None:
         graph_attention.edge_softmax_backward(per_edge, per_edge, per_edge, *by_target)
 
 
+def compile_linear_attention(case: Case) -> None:
+    """Forward, backward and step of a call of linear attention, in one segment or in several."""
+    wide = torch.float64 if case.dtype == torch.float64 else torch.float32
+    empty = lambda *shape, dtype=case.dtype: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
+    B, H, L, D = 64 if case.options == "causal" else 1, 8, 4096, case.D
+    query, key, value, out = (empty(B, L, H, D).transpose(1, 2) for _ in range(4))
+    den, decay, kv, z = empty(B, H, L, dtype=wide), None, None, None
+    full = case.options == "everything"
+    if full:
+        decay, kv, z = empty(B, H, L, dtype=wide), empty(B, H, D, D, dtype=wide), empty(B, H, D, dtype=wide)
+    tensors = (decay, None, None, kv, z)
+    options = ("elu", case.options != "not causal", True, 1e-6, 1.0)
+    linear_attention.linear_attention_forward(query, key, value, *tensors, *options, full)
+    linear_attention.linear_attention_backward(
+        out, kv, z, query, key, value, out, den, *tensors, *options, full, full
+    )
+    if full:
+        one = (query[:, :, 0], key[:, :, 0], value[:, :, 0], kv, z, decay[:, :, 0], "elu", *options[2:])
+        linear_attention.linear_attention_step(*one)
+        linear_attention.linear_attention_step_(*one)
+
+
 FAMILIES = {
     "attention": compile_attention,
     "attention over a cache": compile_kv_cache,
     "aggregation": compile_aggregation,
     "graph attention": compile_graph_attention,
+    "linear attention": compile_linear_attention,
 }
 
 
@@ -310,7 +349,8 @@ def _describe(name: str, case: Case, kernel: str, config, compiled) -> Row:
 
 def compile_case(name: str, case: Case) -> list[Row]:
     """All kernels of a call, compiled for a target."""
-    for module in (_edges, _attention_kernels, aggregation, graph_attention, kv_cache):
+    modules = (_edges, _attention_kernels, aggregation, graph_attention, kv_cache, linear_attention)
+    for module in modules:
         for kernel in vars(module).values():
             if isinstance(kernel, triton.runtime.JITFunction):
                 kernel.device_caches.clear()

@@ -86,7 +86,8 @@ def launch(kernel, programs: int, config: Config, **arguments) -> None:
     arguments |= {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
     if _compiled is not None:
         compiled = kernel.warmup(grid=(programs,), **arguments)
-        _compiled.append(Compiled(kernel.fn.__name__, config, compiled))
+        name = " ".join((kernel.fn.__name__, *([arguments["ROLE"]] if "ROLE" in arguments else [])))
+        _compiled.append(Compiled(name, config, compiled))
     elif INTERPRETED:
         with numpy.errstate(all="ignore"):  # infinities and NaN are ordinary numbers here
             kernel[(programs,)](**arguments)

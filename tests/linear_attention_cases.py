@@ -1,19 +1,20 @@
 """Inputs, calls and the checker that the tests of linear attention share."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import linear_attention_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from operator_checks import compare
+from operator_checks import compare, running
 from operator_checks import require as require_op
 
 import fastattn
 from fastattn import LinearAttentionState
 
-IMPLEMENTATIONS = ("reference", "cpu")
+IMPLEMENTATIONS = ("reference", "cpu", "triton")
 INPUTS = ("query", "key", "value", "decay", "initial_kv", "initial_z")
 OUTPUTS = ("out", "kv", "z")
 FEATURES = {
@@ -29,7 +30,14 @@ def require(impl: str) -> str:
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
-def impl(request) -> str:
+def impl(request) -> Iterator[str]:
+    with running(request.param, "fastattn::linear_attention_forward") as name:
+        yield name
+
+
+@pytest.fixture(params=("reference", "cpu"))
+def dispatched(request) -> str:
+    """Those that what surrounds the kernels is tested with; Triton's interpreter would take its time."""
     return require(request.param)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastattn import _choose, _triton
-from fastattn.ops import _attention_call
+from fastattn.ops import _attention_call, linear_attention
 
 
 def require(impl: str, op: str = "fastattn::attention_forward") -> str:
@@ -34,7 +34,9 @@ def running(impl: str, op: str = "fastattn::attention_forward") -> Iterator[str]
         if reason is not None and (torch.accelerator.is_available() or sys.platform != "linux"):
             pytest.skip(reason)
         assert reason is None, reason
-        _attention_call._common_dtypes.clear()  # calls that were seen to take the native kernel
+        # Calls that were seen to take the native kernel.
+        _attention_call._common_dtypes.clear()
+        linear_attention._plain_dtypes.clear()
     with _triton.interpreter() if impl == "triton" else nullcontext():
         yield require(impl, op)
 

@@ -8,7 +8,7 @@ import operator_checks
 import pytest
 import torch
 from linear_attention_cases import call, make_case, require
-from operator_checks import assert_same
+from operator_checks import NATIVE, assert_same, fewer, running
 
 import fastattn
 from fastattn import LinearAttentionState
@@ -27,11 +27,11 @@ def normal(*shape, dtype=torch.float64):
 
 
 def test_callable_feature_maps_equal_named_ones(impl):
-    for name, function in linear_attention_cases.FEATURES.items():
+    for name in fewer(impl, tuple(linear_attention_cases.FEATURES), ("exp",)):
         for options in (CAUSAL, {"padding": "random"}, {"lengths": [4, 9], **CAUSAL}):
             case = make_case(L=13, feature_map=name, **options)
             expected = call(case, impl)
-            case.options["feature_map"] = function
+            case.options["feature_map"] = linear_attention_cases.FEATURES[name]
             assert_same(call(case, impl), expected, exact=False)
 
 
@@ -91,10 +91,11 @@ def test_features_of_a_wider_dtype_are_rounded(impl):
 
 def test_decay_dtypes_and_shapes(impl):
     q = normal(2, 3, 9, 4)
-    for dtype, decay_dtypes in (
+    dtypes = (
         (torch.float64, (torch.float64, torch.float32)), (torch.float32, (torch.float32,)),
         (torch.bfloat16, (torch.float32, torch.bfloat16)), (torch.float16, (torch.float32, torch.float16)),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for dtype, decay_dtypes in fewer(impl, dtypes, dtypes[2:3]):
         x = q.to(dtype)
         for decay_dtype in decay_dtypes:
             decay = -torch.rand(3).to(decay_dtype)
@@ -132,6 +133,7 @@ def test_cu_seqlens_dtypes_and_strides(impl):
     assert nothing[0].shape == (0, 2, 4) and nothing[1].kv.shape == (0, 2, 4, 4)
 
 
+@NATIVE
 @pytest.mark.parametrize("bounds", ([0, 4], [1, 9], [0, 5, 4, 9], [0, 10, 9], [0, -1, 9], [0, 2**40, 9], [9]))
 def test_cu_seqlens_that_are_no_bounds(impl, bounds):
     q = normal(9, 2, 4)
@@ -240,7 +242,16 @@ REFUSED = {
     "text as normalize": (TypeError, "normalize.*'no'", lambda: attend(Q, K, V, normalize="no")),
     "text as state": (TypeError, "return_state.*'no'", lambda: attend(Q, K, V, return_state="no")),
     "impl": (ValueError, "impl.*fast", lambda: attend(Q, K, V, impl="fast")),
-    "triton": (NotImplementedError, "triton.*no triton kernel", lambda: attend(Q, K, V, impl="triton")),
+    "triton": (NotImplementedError, "triton.*interpreter", lambda: attend(Q, K, V, impl="triton")),
+    "triton, wide heads": (
+        NotImplementedError, "triton.*512.*513",
+        lambda: attend(*[torch.ones(1, 1, 2, 513)] * 3, impl="triton"),
+    ),
+    "triton, many features": (
+        NotImplementedError, "triton.*512.*600", lambda: attend(
+            Q, K, V, feature_map=lambda x: x.new_ones(*x.shape[:-1], 600), impl="triton"
+        ),
+    ),
     "torch": (NotImplementedError, "torch has no kernel", lambda: attend(Q, K, V, impl="torch")),
     "step without a state": (TypeError, "state.*zeros", lambda: step(*ONE, None)),
     "step from a list": (TypeError, "state.*list", lambda: step(*ONE, [*STATE])),
@@ -294,6 +305,8 @@ def test_explain():
     state = LinearAttentionState.zeros(1, 2, 4, 4)
     assert fastattn.explain(step, *[q[:, :, 0]] * 3, state, inplace=True).operator == "linear_attention_step"
     assert "meta" in fastattn.explain(attend, *[q.to("meta")] * 3).reasons["cpu"]
+    with running("triton", "fastattn::linear_attention_forward"):
+        assert fastattn.explain(attend, q, q, q, is_causal=True, impl="triton").impl == "triton"
     with pytest.raises(TypeError, match="heads"):
         fastattn.explain(attend, q, q, q, heads=3)
     with pytest.raises(RuntimeError, match="head dim"):

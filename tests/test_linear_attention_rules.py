@@ -6,8 +6,9 @@ import linear_attention_cases
 import operator_checks
 import pytest
 import torch
+from attention_cases import choices
 from linear_attention_cases import INPUTS, call, check, make_case, require
-from operator_checks import assert_same
+from operator_checks import assert_same, fewer
 
 import fastattn
 from fastattn import LinearAttentionState
@@ -31,11 +32,11 @@ HIDING = {
 }
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64), ids=str)
+@choices((torch.float32, torch.bfloat16, torch.float64), (torch.float32,))
 @pytest.mark.parametrize("name", HIDING)
 def test_isolation_of_padding(impl, name, dtype):
     """NaN and inf in keys, values and decays of padded tokens change no bit of any result."""
-    for keys in ((0, 1, 2), (3, 17, 38, 39), range(40), range(8, 40)):
+    for keys in fewer(impl, ((0, 1, 2), (3, 17, 38, 39), range(40), range(8, 40)), ((0, 3, 17, 38, 39),)):
         keys = list(keys)
         case = make_case(**({"L": 40, "dtype": dtype} | HIDING[name]))
         case.key_padding_mask = torch.ones(2, 40, dtype=torch.bool)
@@ -46,7 +47,7 @@ def test_isolation_of_padding(impl, name, dtype):
             assert (expected[gradient][:, :, keys] == 0).all()
         if case.decay is not None and case.decay.dim() == 3:
             assert (expected["grad_decay"][:, :, keys] == 0).all()
-        for poison in (math.nan, math.inf, -math.inf):
+        for poison in fewer(impl, (math.nan, math.inf, -math.inf), (math.nan,)):
             case.key[:, :, keys] = poison
             case.value[:, :, keys] = poison
             if case.decay is not None and case.decay.dim() == 3:
@@ -54,7 +55,7 @@ def test_isolation_of_padding(impl, name, dtype):
             assert_same(call(case, impl), expected)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64), ids=str)
+@choices((torch.float32, torch.bfloat16, torch.float64), (torch.bfloat16,))
 @pytest.mark.parametrize("normalize", (True, False))
 def test_isolation_of_rows_that_see_nothing(impl, normalize, dtype):
     """A query before the first key, or of a batch without keys, may be NaN, as may its incoming gradient."""
@@ -84,7 +85,7 @@ def test_rows_without_keys_see_the_initial_state(impl):
 
 
 def test_visible_nan_is_never_hidden(impl):
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+    for dtype in fewer(impl, (torch.float32, torch.bfloat16, torch.float64), (torch.float32,)):
         for options, later in ((CAUSAL, slice(4, 9)), ({}, slice(0, 9))):
             for name in ("key", "value"):
                 case = make_case(1, 2, L=9, dtype=dtype, **options)
@@ -119,7 +120,7 @@ def test_infinite_sums_are_never_hidden(impl):
 
 def test_infinite_values_stay_infinite(impl):
     """Positive weights times infinity: in every row that sees it, near it or chunks behind, and never NaN."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+    for dtype in fewer(impl, (torch.float32, torch.bfloat16, torch.float64), (torch.bfloat16,)):
         for options, later in (
             (CAUSAL, slice(5, 200)),
             ({"D": 5, "Dv": 3, **CAUSAL}, slice(5, 200)),  # padded to whole vectors inside
@@ -154,7 +155,7 @@ def test_infinite_gradients_stay_infinite(impl):
 
 def test_isolation_of_earlier_rows_from_later_tokens(impl):
     """A NaN in a key reaches no row before its chunk of tokens, in results and gradients; states neither."""
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in fewer(impl, (torch.float32, torch.bfloat16), (torch.float32,)):
         for options in ({}, {"decay": "token"}):
             case = make_case(1, 2, L=400, dtype=dtype, **options, **CAUSAL)
             expected = call(case, impl, only=())["out"]
@@ -167,7 +168,7 @@ def test_isolation_of_earlier_rows_from_later_tokens(impl):
 
 def test_reset_forgets_even_nan(impl):
     """Across chunks: after a decay of -inf nothing before matters, whatever it was."""
-    for strong in (-math.inf, torch.finfo(torch.float32).min):
+    for strong in fewer(impl, (-math.inf, torch.finfo(torch.float32).min), (-math.inf,)):
         case = make_case(1, 2, L=300, dtype=torch.float32, decay="token", initial=True, **CAUSAL)
         case.decay[:, :, 0] = strong
         case.decay[:, :, 160] = strong
@@ -190,8 +191,8 @@ def test_reset_forgets_even_nan(impl):
 
 def test_zero_denominators(impl):
     """Rectified features of a query and all keys need not meet: 0 and no gradient, whatever eps is."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        for eps in (0.0, 1e-6):
+    for dtype in fewer(impl, (torch.float32, torch.bfloat16, torch.float64), (torch.float64,)):
+        for eps in fewer(impl, (0.0, 1e-6), (0.0,)):
             for options in (CAUSAL, {}):
                 case = make_case(2, 2, L=70, D=4, dtype=dtype, feature_map="relu", eps=eps, **options)
                 case.query, case.key = case.query.abs() + 0.1, case.key.abs() + 0.1
@@ -285,10 +286,11 @@ def test_memory_grows_with_the_length_alone(impl):
             sizes.extend(t.numel() for t in leaves if isinstance(t, torch.Tensor))
             return result
 
-    q, k = torch.randn(1, 2, 4096, 4, requires_grad=True), torch.randn(1, 2, 4096, 4)
+    L = fewer(impl, 4096, 512)
+    q, k = torch.randn(1, 2, L, 4, requires_grad=True), torch.randn(1, 2, L, 4)
     with Watch():
-        attend(q, k, k, is_causal=True, decay=-torch.rand(1, 2, 4096), impl=impl).sum().backward()
-    assert max(sizes) < 4096 * 4096 // 16
+        attend(q, k, k, is_causal=True, decay=-torch.rand(1, 2, L), impl=impl).sum().backward()
+    assert max(sizes) < L * L // 16
 
 
 def test_many_short_sequences_need_no_state_each(run_python):

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 import fastattn
 from fastattn import LinearAttentionState
 
-impl, poisoned = linear_attention_cases.impl, operator_checks.poisoned
+impl, poisoned = linear_attention_cases.dispatched, operator_checks.poisoned
 
 attend, step = fastattn.linear_attention, fastattn.linear_attention_step
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 
+from fastattn import _triton
 from fastattn.ops._common import (
     apply_function,
     call_op,
@@ -272,3 +273,7 @@ def _step_in_place_counted(keys, *args):
 library.impl("linear_attention_step", _step, "Autograd")
 library.impl("linear_attention_step_", _step_in_place, "Autograd")
 library.impl("linear_attention_step_", _step_in_place_counted, "ADInplaceOrView", with_keyset=True)
+_triton.register(
+    library, "linear_attention", "linear_attention_forward", "linear_attention_backward",
+    "linear_attention_step", "linear_attention_step_",
+)  # fmt: skip

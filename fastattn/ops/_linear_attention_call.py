@@ -152,10 +152,12 @@ class _Given:
         return kv, z
 
     def request(self, feature_map, **options) -> Request:
-        query = self.tensors[0]
-        options["feature_map"] = None if isinstance(feature_map, str) else feature_map
+        query, _, value = self.tensors[:3]
+        named = isinstance(feature_map, str)
+        options["feature_map"] = None if named else feature_map
+        head_dim = max(query.shape[-1] if named else 0, value.shape[-1])
         used = tuple(name for name, given in options.items() if given is not None and given is not False)
-        return Request(query.device.type, query.dtype, used, "fastattn::linear_attention_forward")
+        return Request(query.device.type, query.dtype, used, "fastattn::linear_attention_forward", head_dim)
 
 
 def _autocast(*tensors):
@@ -243,6 +245,7 @@ def prepare(
                 key = torch.where(key_padding_mask[:, None, :, None], key, 0.0)
             query, key = _features(feature_map, query, key)
             D = query.shape[-1]
+            request = request._replace(head_dim=max(D, request.head_dim))
         feature_map = "identity"
     kv, z = given.state_of(N, H, D, value.shape[-1])
     if packed:
@@ -274,6 +277,7 @@ def prepare_step(
         if map_features:
             query, key = _features(feature_map, query, key)
             D = query.shape[-1]
+            request = request._replace(head_dim=max(D, request.head_dim))
         feature_map = "identity"
     kv, z = given.state_of(B, H, D, value.shape[2])
     return Prepared((query, key, value, kv, z, decay), (feature_map, bool(normalize), eps, scale), request)

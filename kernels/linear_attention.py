@@ -1,0 +1,405 @@
+"""Linear attention in Triton: the registered ops of fastattn/ops/_linear_attention_autograd.py.
+
+Output and gradients are walks over chunks of tokens (kernels/_chunks.py). The state lives in registers, a
+tile of its columns per program. Where sequences and heads are too few to occupy a GPU, or order does not
+matter, sequences are cut into segments: a walk without results finds what each adds to the state, these are
+added up, and the walks with results start from there. A token alone needs no product of matrices: a step
+reads the state once and writes it once. Every number has one writer and one order of summation: no atomics,
+repeatable bit by bit.
+
+Katharopoulos et al., arXiv:2006.16236.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from fastattn.kernels._chunks import LENGTHS, add_up, feature, grad_den, quotient, walk
+from fastattn.kernels._common import (
+    INTERPRETED,
+    architecture,
+    block_of,
+    check,
+    choose_config,
+    launch,
+    needs_wide_offsets,
+    precision,
+)
+from torch import Tensor
+
+from fastattn._choose import KERNEL_DTYPES, TRITON_HEAD_DIM
+
+__all__ = [
+    "linear_attention_backward", "linear_attention_forward", "linear_attention_step",
+    "linear_attention_step_",
+]  # fmt: skip
+
+
+class Tile(NamedTuple):
+    """What a launch table chooses: the tokens of a chunk and the columns of a state that a program holds."""
+
+    CHUNK: int
+    COLUMNS: int
+    warps: int
+    stages: int
+
+
+# Launch tables: by architecture, then the first row whose element size (bytes) and height of the state
+# (channels, as a power of two) hold the call. First guesses, no GPU has measured them yet.
+# - the state takes height x COLUMNS registers of 4 bytes, of some 32 K that 4 to 8 warps may use for it.
+# - 64 tokens are a warpgroup's share of Hopper's wgmma; more tokens mean more products within the chunk.
+# - float32 forms its products on the ordinary units and holds both operands in registers: small tiles.
+# - the interpreter's time goes by operations, its tests are about edges of tiles: small but not smallest.
+Table = dict[str, tuple[tuple[int, int, Tile], ...]]
+WALK: Table = {
+    "cuda:80": (
+        (2, 64, Tile(64, 64, 4, 2)), (2, 128, Tile(64, 64, 8, 1)), (2, 256, Tile(32, 64, 8, 1)),
+        (2, 512, Tile(16, 32, 8, 1)), (4, 128, Tile(16, 32, 4, 1)), (4, 512, Tile(16, 16, 8, 1)),
+        (8, 512, Tile(16, 16, 8, 1)),
+    ),
+    "interpreter": ((8, 512, Tile(16, 16, 1, 1)),),
+}  # fmt: skip
+for name in ("cuda:90", "cuda:100", "hip", "xpu"):
+    WALK[name] = WALK["cuda:80"]
+
+# Sequences are cut into segments, of at least LEAST tokens and whole chunks, until there are this many
+# programs: enough for any GPU, and independent of it, so that the order of summation is too.
+PROGRAMS, LEAST = (8, 16) if INTERPRETED else (256, 256)
+BLOCK = 1024  # elements of a state that a program of the scan adds up
+STEP_ELEMENTS = 1024 if INTERPRETED else 4096  # and of one that a program of the step holds: 32 per thread
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _step(
+    query, key, value, kv, z, decay, out, new_kv, new_z, query_stride, key_stride, value_stride, kv_stride,
+    z_stride, decay_stride, new_kv_stride, new_z_stride, H, group, eps: tl.float64, scale: tl.float64,
+    NORMALIZE: tl.constexpr, MAP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """One token of one head, and TILES tiles of COLUMNS of its state: read once, written once."""
+    ACCURATE: tl.constexpr = kv.dtype.element_ty
+    PROGRAMS: tl.constexpr = (DV + COLUMNS * TILES - 1) // (COLUMNS * TILES) if DV > 0 else 1
+    tile = tl.program_id(0) % PROGRAMS
+    head = (tl.program_id(0) // PROGRAMS).to(tl.int64)
+    b, h = head // H, head % H
+    hk = h // group
+    eps, scale = tl.full([], eps, ACCURATE), tl.full([], scale, ACCURATE)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)
+    inside = d < D
+    q = tl.load(
+        query + b * query_stride[0] + h * query_stride[1] + d * query_stride[2], mask=inside, other=0.0
+    )
+    k = tl.load(key + b * key_stride[0] + hk * key_stride[1] + d * key_stride[2], mask=inside, other=0.0)
+    q, k = feature(q.to(ACCURATE), MAP), feature(k.to(ACCURATE), MAP)
+    q, k = tl.where(inside, q, 0.0), tl.where(inside, k, 0.0)
+    total = tl.load(z + b * z_stride[0] + h * z_stride[1] + d * z_stride[2], mask=inside, other=0.0)
+    kept = tl.full([], 1, ACCURATE)
+    if decay is not None:
+        kept = tl.exp(tl.load(decay + b * decay_stride[0] + h * decay_stride[1]).to(ACCURATE))
+        total = tl.where(kept > 0, total, 0.0) * kept
+    total += k
+    at = new_z + b * new_z_stride[0] + h * new_z_stride[1] + d * new_z_stride[2]
+    tl.store(at, total, mask=d < tl.where(tile == 0, D, 0))
+    den = None
+    if NORMALIZE:
+        den = tl.sum(q * total, 0)
+    factor, live = quotient(den, head >= 0, eps, scale)
+    kv += b * kv_stride[0] + h * kv_stride[1]
+    new_kv += b * new_kv_stride[0] + h * new_kv_stride[1]
+    for column in range(tile * TILES * COLUMNS, (tile + 1) * TILES * COLUMNS, COLUMNS):
+        c = column + tl.arange(0, COLUMNS).to(tl.int64)
+        of_state = inside[:, None] & (c < DV)[None, :]
+        v = tl.load(
+            value + b * value_stride[0] + hk * value_stride[1] + c * value_stride[2], mask=c < DV, other=0.0
+        )
+        state = tl.load(kv + d[:, None] * kv_stride[2] + c[None, :] * kv_stride[3], mask=of_state, other=0.0)
+        if decay is not None:
+            state = tl.where(kept > 0, state, 0.0) * kept
+        state += k[:, None] * v.to(ACCURATE)[None, :]
+        tl.store(new_kv + d[:, None] * new_kv_stride[2] + c[None, :] * new_kv_stride[3], state, mask=of_state)
+        result = tl.where(live, tl.sum(q[:, None] * state, 0) * factor, 0.0)
+        tl.store(out + head * DV + c, result.to(out.dtype.element_ty), mask=c < DV)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _operand(dtype: torch.dtype) -> tuple[tl.dtype, str]:
+    """What products are formed from.
+
+    Sums over long sequences leave the range of float16, and gradients of quotients by them do on the other
+    side: TF32 has its precision and the range of float32. The interpreter cannot compute with bfloat16.
+    """
+    if dtype == torch.bfloat16 and not INTERPRETED:
+        return tl.bfloat16, "ieee"
+    if dtype == torch.float16:
+        return tl.float32, "ieee" if torch.version.hip else "tf32"
+    return tl.float64 if dtype == torch.float64 else tl.float32, precision(dtype)
+
+
+def _check_heads(H: int, Hkv: int, D: int) -> None:
+    if H % max(Hkv, 1) or (Hkv == 0) != (H == 0):
+        raise RuntimeError(f"query heads must be a multiple of key heads, got {H} and {Hkv}")
+    if D > TRITON_HEAD_DIM:
+        raise NotImplementedError(f"head dims up to {TRITON_HEAD_DIM}, got {D}")
+
+
+class _Call:
+    """The arguments that all walks share, checked."""
+
+    def __init__(
+        self, query, key, value, decay, key_padding_mask, cu_seqlens, initial_kv, initial_z, feature_map,
+        causal, normalize, eps, scale,
+    ):  # fmt: skip
+        self.B, self.H, self.L, self.D = check("query", query, (None,) * 4, *KERNEL_DTYPES)
+        B, H, L, D = self.B, self.H, self.L, self.D
+        _, self.Hkv, self.S, _ = check("key", key, (B, None, None, D), query.dtype)
+        S, self.DV = self.S, check("value", value, (B, self.Hkv, self.S, None), query.dtype)[3]
+        self.dtype, self.wide, self.device = query.dtype, _wide(query.dtype), query.device
+        _check_heads(H, self.Hkv, max(D, self.DV))
+        if max(L, S) >= 2**30:
+            raise NotImplementedError(f"lengths below 2**30, got {L} queries and {S} keys")
+        if (causal or cu_seqlens is not None) and L != S:
+            raise RuntimeError(f"causal and packed calls need as many queries as keys, got {L} and {S}")
+        if decay is not None:
+            if not causal:
+                raise RuntimeError("decay needs causal")
+            check("decay", decay, (H,) if decay.dim() == 1 else (B, H, L), query.dtype, self.wide)
+            decay = (decay if decay.dim() > 1 else decay.unsqueeze(1)).expand(B, H, L)
+        if key_padding_mask is not None:
+            check("key_padding_mask", key_padding_mask, (B, S), torch.bool)
+        self.N = B
+        if cu_seqlens is not None:
+            self.N = check("cu_seqlens", cu_seqlens, (None,), torch.int32, torch.int64)[0] - 1
+            if B != 1 or self.N < min(L, 1) or key_padding_mask is not None:
+                raise RuntimeError(
+                    "cu_seqlens needs a batch of 1, a sequence and no padding, got "
+                    f"{tuple(cu_seqlens.shape)} and query {tuple(query.shape)}"
+                )
+            cu_seqlens = cu_seqlens.contiguous()
+        if (initial_kv is None) != (initial_z is None):
+            raise RuntimeError("initial_kv and initial_z go together")
+        if initial_kv is not None:
+            self.check_state("initial", initial_kv, initial_z)
+        self.initial, self.causal, self.normalize = (initial_kv, initial_z), causal, normalize
+        self.operand = _operand(query.dtype)
+        seen_from = None if initial_kv is not None else self.seen_from(key_padding_mask)
+        self.tile = choose_config(
+            WALK[architecture(self.device)], query.dtype, block_of(max(D, self.DV))
+        )  # fmt: skip
+        self.segments = self.cut(self.L)
+        self.strided = {"query": query, "key": key, "value": value, "decay": decay}
+        self.arguments = {
+            "padding": None if key_padding_mask is None else key_padding_mask.view(torch.uint8),
+            "padding_stride": None if key_padding_mask is None else key_padding_mask.stride(),
+            "seen_from": seen_from, "cu_seqlens": cu_seqlens, "den": None, "delta": None, "B": B, "H": H,
+            "group": H // max(self.Hkv, 1), "L": L, "eps": float(eps), "scale": float(scale),
+            "CAUSAL": causal, "MAP": feature_map, "D": D, "DV": self.DV, "LEAST": LEAST,
+            "OPERAND": self.operand[0], "PRECISION": self.operand[1],
+        }  # fmt: skip
+
+    def check_state(self, name: str, kv: Tensor | None, z: Tensor | None) -> None:
+        if kv is not None:
+            check(f"{name}_kv", kv, (self.N, self.H, self.D, self.DV), self.wide)
+        if z is not None:
+            check(f"{name}_z", z, (self.N, self.H, self.D), self.wide)
+
+    def seen_from(self, key_padding_mask: Tensor | None) -> Tensor | None:
+        """For each batch entry the first query that sees a key; those before hold what nobody may read."""
+        if self.S == 0:
+            return torch.full((self.B,), self.L, dtype=torch.int32, device=self.device)
+        if key_padding_mask is None:
+            return None
+        first = key_padding_mask.to(torch.uint8).argmax(1)
+        if not self.causal:
+            first = first * 0
+        return torch.where(key_padding_mask.any(1), first, self.L).to(torch.int32)
+
+    def cut(self, length: int) -> int:
+        """The number of segments of sequences of this length."""
+        programs = self.N * self.H * max(-(-min(self.D, self.DV) // self.tile.COLUMNS), 1)
+        return max(min(PROGRAMS // max(programs, 1), length // LEAST), 1)
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.wide, device=self.device)
+
+    def final(self, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
+        if not wanted:
+            return None, None
+        return self.empty(self.N, self.H, self.D, self.DV), self.empty(self.N, self.H, self.D)
+
+    def walk(
+        self, role: str, tokens: int, segments: int, start=(None, None), end=(None, None), end_decay=None,
+        result=None, states=None, grad_decay=None,
+    ) -> None:  # fmt: skip
+        on_features = role in ("out", "grad_value")
+        X, U = (self.D, self.DV) if on_features else (self.DV, self.D)
+        kv, z = start
+        if kv is not None and not on_features:
+            kv = kv.transpose(2, 3)
+        tensors = self.strided | {
+            "start_kv": kv, "start_z": z, "end_kv": end[0], "end_z": end[1], "result": result,
+        }  # fmt: skip
+        tensors.setdefault("grad_out", None)
+        programs = self.N * self.H * segments * max(-(-U // self.tile.COLUMNS), 1)
+        launch(
+            walk, programs, self.tile, **self.arguments, **tensors,
+            **{f"{n}_stride": None if t is None else t.stride() for n, t in tensors.items()},
+            end_decay=end_decay, states=states, grad_decay=grad_decay, T=tokens, segments=segments, ROLE=role,
+            CHUNK=self.tile.CHUNK, COLUMNS=self.tile.COLUMNS, BLOCK_X=block_of(X),
+            WIDE=needs_wide_offsets(*tensors.values()),
+        )  # fmt: skip
+
+    def starts(self, role: str, tokens: int, start, end) -> tuple[Tensor | None, Tensor | None]:
+        """Where walks with results start from. Unless that is ``start``, the state after ``tokens`` is known
+        now, too, and goes to ``end``."""
+        if self.causal and self.segments == 1:
+            return start
+        segments = self.segments if self.causal else self.cut(tokens)
+        D, DV = self.D, self.DV
+        local = self.empty(self.N * segments, self.H, D * DV + D)
+        kv, z = local[:, :, : D * DV].unflatten(2, (D, DV)), local[:, :, D * DV :]
+        decays = None
+        if self.strided["decay"] is not None:
+            decays = self.empty(self.N * segments, self.H)
+        self.walk(role, tokens, segments, end=(kv, z), end_decay=decays)
+        launch(
+            add_up, self.N * self.H * max(-(-local.shape[2] // BLOCK), 1), Tile(0, 0, 4, 1), local=local,
+            decays=decays, start_kv=start[0], start_z=start[1], end_kv=end[0], end_z=end[1],
+            start_kv_stride=None if start[0] is None else start[0].stride(),
+            start_z_stride=None if start[1] is None else start[1].stride(), H=self.H, segments=segments,
+            CAUSAL=self.causal, REVERSE=role == "grad_value", D=D, DV=DV, BLOCK=BLOCK,
+        )  # fmt: skip
+        step = 1 if self.causal else segments
+        return kv[::step], z[::step]
+
+
+def linear_attention_forward(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor | None, key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None, initial_kv: Tensor | None, initial_z: Tensor | None, feature_map: str,
+    causal: bool, normalize: bool, eps: float, scale: float, return_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    call = _Call(
+        query, key, value, decay, key_padding_mask, cu_seqlens, initial_kv, initial_z, feature_map, causal,
+        normalize, eps, scale,
+    )  # fmt: skip
+    # Heads beside channels in memory: joining them afterwards is then a view.
+    out = query.new_empty((call.B, call.L, call.H, call.DV)).transpose(1, 2)
+    den = call.empty(*((call.B, call.H, call.L) if normalize else (0,)))
+    final = call.final(return_state)
+    start = call.starts("out", call.S, call.initial, final)
+    if normalize:
+        call.arguments["den"] = den
+    whole = causal and call.segments == 1
+    call.walk("out", call.L, call.cut(call.L), start, final if whole else (None, None), result=out)
+    return out, den, *(final if return_state else (call.empty(0), call.empty(0)))
+
+
+def linear_attention_backward(
+    grad_out: Tensor | None, grad_kv: Tensor | None, grad_z: Tensor | None, query: Tensor, key: Tensor,
+    value: Tensor, out: Tensor, den: Tensor, decay: Tensor | None, key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None, initial_kv: Tensor | None, initial_z: Tensor | None, feature_map: str,
+    causal: bool, normalize: bool, eps: float, scale: float, decay_grad: bool, state_grad: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    call = _Call(
+        query, key, value, decay, key_padding_mask, cu_seqlens, initial_kv, initial_z, feature_map, causal,
+        normalize, eps, scale,
+    )  # fmt: skip
+    B, H, L, D, DV, tile = call.B, call.H, call.L, call.D, call.DV, call.tile
+    if grad_out is None:
+        grad_out = query.new_zeros(()).expand(B, H, L, DV)
+    check("grad_out", grad_out, (B, H, L, DV), query.dtype)
+    call.check_state("grad", grad_kv, grad_z)
+    if (decay_grad and decay is None) or (state_grad and initial_kv is None):
+        raise RuntimeError("gradients are wanted of a decay or an initial state that is not there")
+    call.strided["grad_out"] = grad_out
+    if normalize:
+        check("out", out, (B, H, L, DV), query.dtype)
+        check("den", den, (B, H, L), call.wide)
+        delta = call.empty(B, H, L)
+        call.arguments |= {"den": den.contiguous(), "delta": delta}
+        launch(
+            grad_den, B * H * -(-L // tile.CHUNK), Tile(tile.CHUNK, 0, 4, 1), grad_out=grad_out, out=out,
+            den=call.arguments["den"], delta=delta, grad_out_stride=grad_out.stride(),
+            out_stride=out.stride(), H=H, L=L, eps=float(eps), DV=DV, CHUNK=tile.CHUNK,
+            BLOCK_DV=min(block_of(DV), 64),
+        )  # fmt: skip
+
+    whole = causal and call.segments == 1
+    states = partial = None
+    if decay_grad:
+        # A state before each chunk of each sequence, wherever its tokens are: see `spot` in the kernel.
+        spots = (L if cu_seqlens is not None else B * L) // tile.CHUNK + call.N + 1
+        states = call.empty(spots, H, DV + 1, D)
+        partial = call.empty(max(-(-D // tile.COLUMNS), 1), B, H, L)
+    flows = {"states": states, "grad_decay": partial}
+
+    grad_query, grad_key, grad_value = (torch.empty_like(t) for t in (query, key, value))
+    start = call.starts("out", call.S, call.initial, (None, None))
+    call.walk("grad_query", L, call.cut(L), start, result=grad_query, **flows)
+    initial = call.final(state_grad)
+    start = call.starts("grad_value", L, (grad_kv, grad_z), initial)
+    # Query heads that share a key have a gradient of it each, added up afterwards.
+    grads = {"grad_value": grad_value, "grad_key": grad_key}
+    for role, grad in grads.items():
+        shared = H != call.Hkv
+        each = call.empty(B, H, *grad.shape[2:]) if shared else grad
+        end = initial if whole and role == "grad_value" else (None, None)
+        call.walk(
+            role, call.S, call.cut(call.S), start, end, result=each, **(flows if role == "grad_key" else {})
+        )
+        if shared:
+            grad.copy_(each.unflatten(1, (call.Hkv, -1)).sum(2))
+    grad_decay = call.empty(0)
+    if decay_grad:
+        total = partial.sum(0)
+        grad_decay = (total if decay.dim() > 1 else total.sum((0, 2))).to(decay.dtype)
+    return grad_query, grad_key, grad_value, grad_decay, *(initial if state_grad else (call.empty(0),) * 2)
+
+
+def _step_of(
+    query, key, value, kv, z, decay, feature_map, normalize, eps, scale, new_kv, new_z, in_place
+) -> Tensor:
+    B, H, D = check("query", query, (None,) * 3, *KERNEL_DTYPES)
+    Hkv = check("key", key, (B, None, D), query.dtype)[1]
+    DV = check("value", value, (B, Hkv, None), query.dtype)[2]
+    wide = _wide(query.dtype)
+    _check_heads(H, Hkv, D)
+    check("kv", kv, (B, H, D, DV), wide)
+    check("z", z, (B, H, D), wide)
+    if decay is not None:
+        decay = decay.expand(B, H) if check("decay", decay, None, query.dtype, wide) == (H,) else decay
+        check("decay", decay, (B, H))
+    out = query.new_empty(B, H, DV)
+    BLOCK_D = triton.next_power_of_2(max(D, 1))
+    COLUMNS = min(triton.next_power_of_2(max(DV, 1)), max(STEP_ELEMENTS // BLOCK_D, 1))
+    tiles = max(-(-DV // COLUMNS), 1)
+    # Every program of a head reads z: in place there must be one.
+    each = tiles if in_place else 1
+    tensors = {
+        "query": query, "key": key, "value": value, "kv": kv, "z": z, "decay": decay, "new_kv": new_kv,
+        "new_z": new_z,
+    }  # fmt: skip
+    launch(
+        _step, B * H * (tiles // each), Tile(1, COLUMNS, 4, 2), **tensors,
+        **{f"{n}_stride": None if t is None else t.stride() for n, t in tensors.items()}, out=out, H=H,
+        group=H // max(Hkv, 1), eps=float(eps), scale=float(scale), NORMALIZE=normalize, MAP=feature_map, D=D,
+        DV=DV, BLOCK_D=BLOCK_D, COLUMNS=COLUMNS, TILES=each,
+    )  # fmt: skip
+    return out
+
+
+def linear_attention_step(
+    query: Tensor, key: Tensor, value: Tensor, kv: Tensor, z: Tensor, *options
+) -> tuple[Tensor, Tensor, Tensor]:
+    new_kv, new_z = kv.new_empty(kv.shape), z.new_empty(z.shape)
+    out = _step_of(query, key, value, kv, z, *options, new_kv, new_z, False)
+    return out, new_kv, new_z
+
+
+def linear_attention_step_(
+    query: Tensor, key: Tensor, value: Tensor, kv: Tensor, z: Tensor, *options
+) -> Tensor:
+    return _step_of(query, key, value, kv, z, *options, kv, z, True)
