@@ -112,7 +112,7 @@ def walk(
     B, H, group, T, L, segments, eps: tl.float64, scale: tl.float64,
     ROLE: tl.constexpr, CAUSAL: tl.constexpr, MAP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_X: tl.constexpr, LEAST: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One segment of one head, and COLUMNS of its state: the result of a role, or the state at the end.
 
@@ -146,9 +146,7 @@ def walk(
 
     r = tl.arange(0, CHUNK)
     x_at, u_at = tl.arange(0, BLOCK_X), tile * COLUMNS + tl.arange(0, COLUMNS)
-    rows = r
-    if WIDE:
-        rows, x_at, u_at = rows.to(tl.int64), x_at.to(tl.int64), u_at.to(tl.int64)
+    x_at, u_at = x_at.to(tl.int64), u_at.to(tl.int64)
     inside = (x_at < X)[:, None] & (u_at < U)[None, :]
     z_at = x_at if ON_FEATURES else u_at
     state = tl.zeros([BLOCK_X, COLUMNS], ACCURATE)
@@ -157,12 +155,12 @@ def walk(
     if CAUSAL:
         slot = n * segments + segment
     if start_kv is not None:
-        at = start_kv + slot * start_kv_stride[0] + h * start_kv_stride[1]
-        at = at + x_at[:, None] * start_kv_stride[2] + u_at[None, :] * start_kv_stride[3]
-        state = tl.load(at, mask=inside, other=0.0)
+        source = start_kv + slot * start_kv_stride[0] + h * start_kv_stride[1]
+        source = source + x_at[:, None] * start_kv_stride[2] + u_at[None, :] * start_kv_stride[3]
+        state = tl.load(source, mask=inside, other=0.0)
     if start_z is not None:
-        at = start_z + slot * start_z_stride[0] + h * start_z_stride[1]
-        z = tl.load(at + z_at * start_z_stride[2], mask=z_at < D, other=0.0)
+        source = start_z + slot * start_z_stride[0] + h * start_z_stride[1]
+        z = tl.load(source + z_at * start_z_stride[2], mask=z_at < D, other=0.0)
     if seen_from is not None:
         seen = tl.load(seen_from + b)
     through = tl.full([], 1, ACCURATE)
@@ -174,14 +172,16 @@ def walk(
             number = chunks - 1 - count
         at = first + number * CHUNK
         t = at + r
+        # Of the whole sequence: offsets that do not depend on the chunk would wait in registers for the next.
+        rows = t.to(tl.int64)
         present = t < stop
         has_key, has_query = present, present
         if padding is not None and KEYS:
-            offset = b * padding_stride[0] + t.to(tl.int64) * padding_stride[1]
+            offset = b * padding_stride[0] + rows * padding_stride[1]
             has_key = tl.load(padding + offset, mask=present, other=0) != 0
         if seen_from is not None and QUERIES:
             has_query = present & (t >= seen)
-        row = (b * H + h) * L + t
+        row = (b * H + h) * L + rows
         if ROLE != "out" and QUERIES:
             level = None
             if den is not None:
@@ -193,30 +193,30 @@ def walk(
         # Operands; those that are not features need no more than their own precision.
         if result is not None:
             if ROLE == "out":
-                x = _features(query, query_stride, b, h, at, rows, x_at, has_query, D, BLOCK_X, MAP, ACCURATE)
+                x = _features(query, query_stride, b, h, 0, rows, x_at, has_query, D, BLOCK_X, MAP, ACCURATE)
             elif ROLE == "grad_value":
-                x = _features(key, key_stride, b, hk, at, rows, x_at, has_key, D, BLOCK_X, MAP, ACCURATE)
+                x = _features(key, key_stride, b, hk, 0, rows, x_at, has_key, D, BLOCK_X, MAP, ACCURATE)
             elif ROLE == "grad_query":
-                x = _grads(grad_out, grad_out_stride, b, h, at, rows, x_at, factor, live, DV, BLOCK_X)
+                x = _grads(grad_out, grad_out_stride, b, h, 0, rows, x_at, factor, live, DV, BLOCK_X)
             else:
-                x = load_rows(value, value_stride, b, hk, at, rows, x_at, has_key, DV, BLOCK_X, True)
+                x = load_rows(value, value_stride, b, hk, 0, rows, x_at, has_key, DV, BLOCK_X, True)
             x = x.to(OPERAND)
         if UPDATE:
             if ROLE == "out":
-                y = _features(key, key_stride, b, hk, at, rows, x_at, has_key, D, BLOCK_X, MAP, ACCURATE)
-                u = load_rows(value, value_stride, b, hk, at, rows, u_at, has_key, DV, COLUMNS, True)
+                y = _features(key, key_stride, b, hk, 0, rows, x_at, has_key, D, BLOCK_X, MAP, ACCURATE)
+                u = load_rows(value, value_stride, b, hk, 0, rows, u_at, has_key, DV, COLUMNS, True)
                 moved = y
             elif ROLE == "grad_value":
-                y = _features(query, query_stride, b, h, at, rows, x_at, has_query, D, BLOCK_X, MAP, ACCURATE)
-                u = _grads(grad_out, grad_out_stride, b, h, at, rows, u_at, factor, live, DV, COLUMNS)
+                y = _features(query, query_stride, b, h, 0, rows, x_at, has_query, D, BLOCK_X, MAP, ACCURATE)
+                u = _grads(grad_out, grad_out_stride, b, h, 0, rows, u_at, factor, live, DV, COLUMNS)
                 moved = y
             elif ROLE == "grad_query":
-                y = load_rows(value, value_stride, b, hk, at, rows, x_at, has_key, DV, BLOCK_X, True)
-                u = _features(key, key_stride, b, hk, at, rows, u_at, has_key, D, COLUMNS, MAP, ACCURATE)
+                y = load_rows(value, value_stride, b, hk, 0, rows, x_at, has_key, DV, BLOCK_X, True)
+                u = _features(key, key_stride, b, hk, 0, rows, u_at, has_key, D, COLUMNS, MAP, ACCURATE)
                 moved = u
             else:
-                y = _grads(grad_out, grad_out_stride, b, h, at, rows, x_at, factor, live, DV, BLOCK_X)
-                u = _features(query, query_stride, b, h, at, rows, u_at, has_query, D, COLUMNS, MAP, ACCURATE)
+                y = _grads(grad_out, grad_out_stride, b, h, 0, rows, x_at, factor, live, DV, BLOCK_X)
+                u = _features(query, query_stride, b, h, 0, rows, u_at, has_query, D, COLUMNS, MAP, ACCURATE)
                 moved = u
             y, u = y.to(OPERAND), u.to(OPERAND)
 
@@ -224,7 +224,7 @@ def walk(
         # behind the chunk exp(g_last - g). Decays that erase everything are counted instead of summed: no
         # infinity is subtracted from another, and those after it lose no precision.
         if decay is not None:
-            offset = b * decay_stride[0] + h * decay_stride[1] + t.to(tl.int64) * decay_stride[2]
+            offset = b * decay_stride[0] + h * decay_stride[1] + rows * decay_stride[2]
             log = tl.load(decay + offset, mask=has_key, other=0.0).to(ACCURATE)
             erases = (tl.exp(log) == 0).to(tl.int32)
             log = tl.where(erases > 0, 0.0, log).to(tl.float64)
@@ -288,14 +288,14 @@ def walk(
             else:
                 if ROLE == "grad_query":
                     shown = has_query
-                    own = load_rows(query, query_stride, b, h, at, rows, u_at, shown, D, COLUMNS, True)
+                    own = load_rows(query, query_stride, b, h, 0, rows, u_at, shown, D, COLUMNS, True)
                 else:
                     shown = has_key
-                    own = load_rows(key, key_stride, b, hk, at, rows, u_at, shown, D, COLUMNS, True)
+                    own = load_rows(key, key_stride, b, hk, 0, rows, u_at, shown, D, COLUMNS, True)
                 own = own.to(ACCURATE)
                 total = tl.where(shown[:, None], total * _slope(own, MAP), 0.0)
                 if grad_decay is not None:
-                    place = grad_decay + ((tile * B + b) * H + h) * L + t
+                    place = grad_decay + ((tile * B + b) * H + h) * L + rows
                     # One spot per chunk, wherever sequences begin and end.
                     spot = tl.cast(begin, tl.int64)
                     if cu_seqlens is None:
@@ -323,7 +323,7 @@ def walk(
                         flow += tl.where(kept > 0, all_through * kept, 0.0)
                         flow += tl.load(place, mask=present, other=0.0)
                     tl.store(place, tl.where(has_key, flow, 0.0), mask=present)
-            store_rows(result, result_stride, b, h, at, rows, u_at, present, U, total)
+            store_rows(result, result_stride, b, h, 0, rows, u_at, present, U, total)
 
         if UPDATE:
             if decay is not None:
@@ -384,10 +384,10 @@ def add_up(
         if REVERSE:
             segment = segments - 1 - count
         slot = (n * segments + segment) * H + h
-        at = local + slot * SIZE + e
-        added = tl.load(at, mask=e < SIZE, other=0.0)
+        place = local + slot * SIZE + e
+        added = tl.load(place, mask=e < SIZE, other=0.0)
         if CAUSAL:
-            tl.store(at, state, mask=e < SIZE)
+            tl.store(place, state, mask=e < SIZE)
         if decays is not None:
             kept = tl.load(decays + slot)
             state = tl.where(kept > 0, state, 0.0) * kept

@@ -23,7 +23,6 @@ from fastattn.kernels._common import (
     check,
     choose_config,
     launch,
-    needs_wide_offsets,
     precision,
 )
 from torch import Tensor
@@ -46,22 +45,32 @@ class Tile(NamedTuple):
 
 
 # Launch tables: by architecture, then the first row whose element size (bytes) and height of the state
-# (channels, as a power of two) hold the call. First guesses, no GPU has measured them yet.
-# - the state takes height x COLUMNS registers of 4 bytes, of some 32 K that 4 to 8 warps may use for it.
+# (channels, as a power of two) hold the call. First guesses, no GPU has measured them yet; those of 64 and
+# 128 channels are the largest that spill nothing on sm_90 (`python -m fastattn.kernels`).
+# - the state takes height x COLUMNS registers, and the features of queries and keys CHUNK x height each.
 # - 64 tokens are a warpgroup's share of Hopper's wgmma; more tokens mean more products within the chunk.
+# - TF32 keeps its operands in twice the registers and shared memory of bfloat16.
 # - float32 forms its products on the ordinary units and holds both operands in registers: small tiles.
 # - the interpreter's time goes by operations, its tests are about edges of tiles: small but not smallest.
 Table = dict[str, tuple[tuple[int, int, Tile], ...]]
 WALK: Table = {
     "cuda:80": (
-        (2, 64, Tile(64, 64, 4, 2)), (2, 128, Tile(64, 64, 8, 1)), (2, 256, Tile(32, 64, 8, 1)),
-        (2, 512, Tile(16, 32, 8, 1)), (4, 128, Tile(16, 32, 4, 1)), (4, 512, Tile(16, 16, 8, 1)),
+        (2, 64, Tile(64, 64, 4, 1)), (2, 128, Tile(64, 32, 8, 1)), (2, 256, Tile(32, 32, 8, 1)),
+        (2, 512, Tile(16, 16, 8, 1)), (4, 128, Tile(16, 32, 4, 1)), (4, 512, Tile(16, 16, 8, 1)),
         (8, 512, Tile(16, 16, 8, 1)),
     ),
     "interpreter": ((8, 512, Tile(16, 16, 1, 1)),),
 }  # fmt: skip
-for name in ("cuda:90", "cuda:100", "hip", "xpu"):
-    WALK[name] = WALK["cuda:80"]
+WALK_TF32: Table = {
+    "cuda:80": (
+        (4, 64, Tile(64, 32, 4, 1)), (4, 128, Tile(16, 64, 8, 1)), (4, 256, Tile(16, 32, 8, 1)),
+        (4, 512, Tile(16, 16, 8, 1)),
+    ),
+    "interpreter": WALK["interpreter"],
+}  # fmt: skip
+for table in (WALK, WALK_TF32):
+    for name in ("cuda:90", "cuda:100", "hip", "xpu"):
+        table[name] = table["cuda:80"]
 
 # Sequences are cut into segments, of at least LEAST tokens and whole chunks, until there are this many
 # programs: enough for any GPU, and independent of it, so that the order of summation is too.
@@ -186,8 +195,9 @@ class _Call:
         self.initial, self.causal, self.normalize = (initial_kv, initial_z), causal, normalize
         self.operand = _operand(query.dtype)
         seen_from = None if initial_kv is not None else self.seen_from(key_padding_mask)
+        table = WALK_TF32 if self.operand[1] == "tf32" else WALK
         self.tile = choose_config(
-            WALK[architecture(self.device)], query.dtype, block_of(max(D, self.DV))
+            table[architecture(self.device)], query.dtype, block_of(max(D, self.DV))
         )  # fmt: skip
         self.segments = self.cut(self.L)
         self.strided = {"query": query, "key": key, "value": value, "decay": decay}
@@ -249,7 +259,6 @@ class _Call:
             **{f"{n}_stride": None if t is None else t.stride() for n, t in tensors.items()},
             end_decay=end_decay, states=states, grad_decay=grad_decay, T=tokens, segments=segments, ROLE=role,
             CHUNK=self.tile.CHUNK, COLUMNS=self.tile.COLUMNS, BLOCK_X=block_of(X),
-            WIDE=needs_wide_offsets(*tensors.values()),
         )  # fmt: skip
 
     def starts(self, role: str, tokens: int, start, end) -> tuple[Tensor | None, Tensor | None]:
