@@ -55,14 +55,14 @@ inline void take_decode(const Problem<T>& problem, int64_t b, int64_t hk, Arena&
   }
 }
 
-// Calls f(rows) with keys [begin, end) of one head as pointers to rows `padded` long, in place or converted.
+// Calls f(rows) with keys [begin, end) of one head as pointers to rows of `columns`, in place or converted.
 template <class S, class F, class T>
 FASTATTN_INLINE void with_rows_of(const Problem<T>& problem, const View& view, int64_t columns, int64_t b,
                                   int64_t hk, int64_t begin, int64_t end, int64_t padded, A<T>* scratch,
                                   F&& f) {
   const S* rows[kBlock];
   const bool null = key_rows<S>(problem, view, columns, b, hk, begin, end, rows);
-  if (!null && view.stride[3] == 1 && columns == padded) return f(rows);
+  if (!null && view.stride[3] == 1) return f(rows);
   const A<T>* converted[kBlock];
   for (int64_t j = 0; j < end - begin; ++j) {
     converted[j] = scratch + j * padded;
@@ -139,8 +139,9 @@ FASTATTN_INLINE void for_each_strip(const Row* const* rows, int64_t columns, int
 }
 
 // scores[R rows][keys] = query . key: R rows and N / R keys at a time, whose N sums are reduced together.
+// Keys have D columns, queries are padded.
 template <class T, int R, class Row>
-inline void score_rows(const A<T>* query, int64_t columns, const Row* const* key, int64_t keys,
+inline void score_rows(const A<T>* query, int64_t columns, const Row* const* key, int64_t D, int64_t keys,
                        A<T>* scores) {
   constexpr int K = N<T> / R;
   for (int64_t j = 0; j < keys; j += K) {
@@ -149,17 +150,20 @@ inline void score_rows(const A<T>* query, int64_t columns, const Row* const* key
     V<T> acc[N<T>];
 #pragma GCC unroll 16
     for (int i = 0; i < N<T>; ++i) acc[i] = V<T>{};
-    for (int64_t d = 0; d < columns; d += N<T>) {
+    auto add = [&](int64_t d, auto&& load_key) __attribute__((always_inline)) {
       V<T> x[R];
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) x[r] = load(query + r * columns + d);
 #pragma GCC unroll 16
       for (int k = 0; k < K; ++k) {
-        V<T> y = load_wide(row[k] + d);
+        V<T> y = load_key(row[k] + d);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) acc[r * K + k] += x[r] * y;
       }
-    }
+    };
+    int64_t d = 0;
+    for (; d + N<T> <= D; d += N<T>) add(d, [](const Row* x) { return load_wide(x); });
+    if (d < D) add(d, [&](const Row* x) { return load_row<A<T>>(x, 1, D - d); });
     const V<T> sums = reduce_rows<A<T>>(acc);
     for (int r = 0; r < R; ++r)
       std::memcpy(scores + r * kBlock + j, reinterpret_cast<const A<T>*>(&sums) + r * K, K * sizeof(A<T>));
@@ -167,15 +171,16 @@ inline void score_rows(const A<T>* query, int64_t columns, const Row* const* key
 }
 // Of `keys` keys, from score `first` of the block on.
 template <class T, class Row>
-inline void decode_scores(const Decode<T>& decode, const Row* const* key, int64_t first, int64_t keys) {
+inline void decode_scores(const Decode<T>& decode, const Row* const* key, int64_t D, int64_t first,
+                          int64_t keys) {
   const A<T>* query = decode.query;
   A<T>* scores = decode.scores + first;
   int rows = decode.tile.count;
   auto take = [&](int count) { query += count * decode.columns, scores += count * kBlock, rows -= count; };
   if constexpr (N<T> >= 4)
-    for (; rows >= 4; take(4)) score_rows<T, 4>(query, decode.columns, key, keys, scores);
-  for (; rows >= 2; take(2)) score_rows<T, 2>(query, decode.columns, key, keys, scores);
-  if (rows > 0) score_rows<T, 1>(query, decode.columns, key, keys, scores);
+    for (; rows >= 4; take(4)) score_rows<T, 4>(query, decode.columns, key, D, keys, scores);
+  for (; rows >= 2; take(2)) score_rows<T, 2>(query, decode.columns, key, D, keys, scores);
+  if (rows > 0) score_rows<T, 1>(query, decode.columns, key, D, keys, scores);
 }
 
 // From q.k to log2 units with hidden scores, and those behind the last key, at -inf.
@@ -205,11 +210,11 @@ inline void decode_transform(const Problem<T>& problem, Decode<T>& decode, int64
     }
 }
 
-// out[rows][columns_v] += weights[rows][keys] value[keys][columns_v], R rows and C vectors from column `at`
-// on.
-template <class T, int R, int C, class Row>
-FASTATTN_INLINE void add_columns(const A<T>* weights, const Row* const* value, int64_t at, int64_t keys,
-                                 A<T>* out, int64_t out_stride) {
+// out[rows][columns_v] += weights[rows][keys] value[keys][Dv], R rows and C vectors from column `at` on, of
+// the last of which there is a part.
+template <class T, int R, int C, bool kPart, class Row>
+FASTATTN_INLINE void add_columns(const A<T>* weights, const Row* const* value, int64_t at, int64_t Dv,
+                                 int64_t keys, A<T>* out, int64_t out_stride) {
   V<T> acc[R][C];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
@@ -218,7 +223,9 @@ FASTATTN_INLINE void add_columns(const A<T>* weights, const Row* const* value, i
   for (int64_t j = 0; j < keys; ++j) {
     V<T> x[C];
 #pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) x[c] = load_wide(value[j] + at + c * N<T>);
+    for (int c = 0; c < C; ++c)
+      x[c] = kPart && c == C - 1 ? load_row<A<T>>(value[j] + at + c * N<T>, 1, Dv - at - c * N<T>)
+                                 : load_wide(value[j] + at + c * N<T>);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -230,30 +237,38 @@ FASTATTN_INLINE void add_columns(const A<T>* weights, const Row* const* value, i
     for (int c = 0; c < C; ++c) store(out + r * out_stride + at + c * N<T>, acc[r][c]);
 }
 template <int R, class T, class Row>
-inline void add_rows(const A<T>* weights, const Row* const* value, int64_t keys, A<T>* out, int64_t columns) {
+inline void add_rows(const A<T>* weights, const Row* const* value, int64_t Dv, int64_t keys, A<T>* out,
+                     int64_t columns) {
   // As many accumulators as the registers hold beside the operands.
   constexpr int C = kVectorRegisters == 32 || R < 3 ? 4 : 2;
   int64_t d = 0;
-  for (; d + C * N<T> <= columns; d += C * N<T>) add_columns<T, R, C>(weights, value, d, keys, out, columns);
-  if (d + 2 * N<T> <= columns) {
-    add_columns<T, R, 2>(weights, value, d, keys, out, columns);
+  for (; d + C * N<T> <= Dv; d += C * N<T>)
+    add_columns<T, R, C, false>(weights, value, d, Dv, keys, out, columns);
+  if (d + 2 * N<T> <= Dv) {
+    add_columns<T, R, 2, false>(weights, value, d, Dv, keys, out, columns);
     d += 2 * N<T>;
   }
-  if (d < columns) add_columns<T, R, 1>(weights, value, d, keys, out, columns);
+  if (d + N<T> < Dv)
+    add_columns<T, R, 2, true>(weights, value, d, Dv, keys, out, columns);
+  else if (d + N<T> == Dv)
+    add_columns<T, R, 1, false>(weights, value, d, Dv, keys, out, columns);
+  else if (d < Dv)
+    add_columns<T, R, 1, true>(weights, value, d, Dv, keys, out, columns);
 }
 // Of `keys` keys, from weight `first` of the block on.
 template <class T, class Row>
-inline void decode_values(const Decode<T>& decode, const Row* const* value, int64_t first, int64_t keys) {
+inline void decode_values(const Decode<T>& decode, const Row* const* value, int64_t Dv, int64_t first,
+                          int64_t keys) {
   const A<T>* weights = decode.scores + first;
   A<T>* out = decode.out;
   int rows = decode.tile.count;
   for (; rows >= 4; rows -= 4) {
-    add_rows<4, T>(weights, value, keys, out, decode.columns_v);
+    add_rows<4, T>(weights, value, Dv, keys, out, decode.columns_v);
     weights += 4 * kBlock, out += 4 * decode.columns_v;
   }
-  if (rows == 3) add_rows<3, T>(weights, value, keys, out, decode.columns_v);
-  if (rows == 2) add_rows<2, T>(weights, value, keys, out, decode.columns_v);
-  if (rows == 1) add_rows<1, T>(weights, value, keys, out, decode.columns_v);
+  if (rows == 3) add_rows<3, T>(weights, value, Dv, keys, out, decode.columns_v);
+  if (rows == 2) add_rows<2, T>(weights, value, Dv, keys, out, decode.columns_v);
+  if (rows == 1) add_rows<1, T>(weights, value, Dv, keys, out, decode.columns_v);
 }
 
 // Keys [begin, end) of those up to `last`.
@@ -263,8 +278,9 @@ inline void decode_block(const Problem<T>& problem, Decode<T>& decode, int64_t h
   const AttentionParams& p = problem.p;
   const int64_t keys = end - begin, b = decode.tile.b;
   with_rows(problem, p.key, p.D, b, hk, begin, end, decode.columns, decode.key, [&](auto* key) {
-    for_each_strip(key, decode.columns, keys,
-                   [&](int64_t first, int64_t count) { decode_scores(decode, key + first, first, count); });
+    for_each_strip(key, decode.columns, keys, [&](int64_t first, int64_t count) {
+      decode_scores(decode, key + first, p.D, first, count);
+    });
   });
   prefetch_strip(problem, p.value, p.Dv, b, hk, begin, end);
   decode_transform(problem, decode, begin, keys);
@@ -294,7 +310,7 @@ inline void decode_block(const Problem<T>& problem, Decode<T>& decode, int64_t h
   with_rows(problem, p.value, p.Dv, b, hk, begin, end, decode.columns_v, decode.value, [&](auto* value) {
     for_each_strip(value, decode.columns_v, keys, [&](int64_t first, int64_t count) {
       if (first + count == keys) prefetch_strip(problem, p.key, p.D, b, hk, end, last);
-      decode_values(decode, value + first, first, count);
+      decode_values(decode, value + first, p.Dv, first, count);
     });
   });
 }

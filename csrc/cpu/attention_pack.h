@@ -21,6 +21,9 @@ FASTATTN_INLINE Vec<uint32_t> load_pairs(const bf16* p, int64_t stride, int64_t 
     __builtin_memcpy(&v, p, sizeof v);
     return v;
   }
+#if defined(__AVX512BW__)
+  if (stride == 1) return (Vec<uint32_t>)_mm512_maskz_loadu_epi16((__mmask32(1) << max(count, 0)) - 1, p);
+#endif
   bf16 buffer[kCount];
   std::memset(buffer, 0, sizeof buffer);
   int64_t n = min(count, kCount);
@@ -185,7 +188,7 @@ inline bool key_rows(const Problem<T>& problem, const View& view, int64_t column
   bool any = false;
   uint8_t shown[kBlock];
   // Of the two questions the cheaper one comes first: reading every row costs as much as decoding does.
-  const bool known = problem.masked && problem.mask_rows() <= 8;
+  const bool known = problem.masked && problem.mask_rows() <= problem.quick_mask_rows();
   if (known) problem.find_shown(b, hk, begin, end, shown);
   auto must_not_count = [&](int64_t j, const S* row) {
     if (known) return !shown[j - begin] && !row_is_finite(row, view.stride[3], columns);
@@ -222,7 +225,10 @@ inline Straight<T> straight(const View& view, const S* first, int64_t columns, i
     } else if constexpr (kPairs<T>) {
       for (int64_t d = 0; d < padded; d += 2 * N<T>) {
         Vec<uint32_t> pairs = load_pairs(row + d * view.stride[3], view.stride[3], columns - d);
-        __builtin_memcpy(to + d, &pairs, size_t(min(2 * N<T>, padded - d)) * 2);
+        if (padded - d >= 2 * N<T>)
+          __builtin_memcpy(to + d, &pairs, sizeof pairs);
+        else
+          __builtin_memcpy(to + d, &pairs, size_t(padded - d) * 2);
       }
     } else {
       int64_t d = 0;

@@ -154,6 +154,8 @@ struct Problem {
     if (!p.mask.data) return 1;
     return (p.mask.stride[1] ? group : 1) * (p.mask.stride[2] ? p.L : 1);
   }
+  // As many of them are read as fast as it is found that a key and a value are finite.
+  int64_t quick_mask_rows() const { return max(8, (p.mask.dtype == DType::boolean ? 4 : 1) * p.D); }
   // Which of the keys [begin, end) the masks show to some query that reads key/value head hk, among keys in
   // reach of any: the quick way where there are few rows.
   void find_shown(int64_t b, int64_t hk, int64_t begin, int64_t end, uint8_t* shown) const {
@@ -192,8 +194,12 @@ struct Problem {
   static bool shows(S mask) {
     if constexpr (kSame<S, uint8_t>)
       return mask != 0;
+    else if constexpr (kSame<S, bf16>)
+      return mask.bits != 0xFF80;  // infinities, compared without a conversion of each
+    else if constexpr (kSame<S, f16>)
+      return mask.bits != 0xFC00;
     else
-      return to_float(mask) != -kInf<T>;
+      return mask != -__builtin_inf();
   }
   // f(to[j], from[j * stride]), in vectors where they lie together.
   template <class S, class F>
@@ -233,27 +239,29 @@ inline uint64_t mix(uint64_t z) {
   return z ^ (z >> 31);
 }
 
-// Fills in a tile whose heads and rows are set.
-template <class T>
-inline void describe(const Problem<T>& problem, int64_t b, Tile<T>& tile) {
+// Fills in a tile: rows of one key/value head, row_of(r, head, row) for each of its `count`.
+template <class T, class F>
+FASTATTN_INLINE void describe(const Problem<T>& problem, int64_t b, int64_t count, Tile<T>& tile,
+                              F&& row_of) {
   const AttentionParams& p = problem.p;
+  tile.count = int(count);
   tile.b = b;
   tile.lo_min = p.S, tile.lo_max = 0, tile.hi_min = p.S, tile.hi_max = 0;
-  tile.all_seen = true;
+  tile.all_seen = count == kTile<T>;
   for (int v = 0; v < NV; ++v) tile.vector_lo[v] = p.S, tile.vector_hi[v] = 0;
-  for (int r = 0; r < kTile<T>; ++r) {
+  for (int r = 0; r < tile.count; ++r) {
+    row_of(r, tile.head[r], tile.row[r]);
     const int64_t h = tile.head[r], i = tile.row[r];
     int64_t lo, hi;
     problem.band(i, lo, hi);
-    const int v = r / N<T>;
-    if (tile.count <= v * N<T>) lo = hi = 0;  // no row in this vector: its scores are not even formed
     tile.lo[r] = Int<A<T>>(lo);
     tile.hi[r] = Int<A<T>>(hi);
     tile.lo_max = max(tile.lo_max, lo);
     tile.hi_min = min(tile.hi_min, hi);
-    tile.seen[r] = r < tile.count && problem.row_sees(b, h, i);
+    tile.seen[r] = problem.row_sees(b, h, i);
     tile.all_seen &= tile.seen[r];
     if (lo < hi) {
+      const int v = r / N<T>;
       tile.vector_lo[v] = min(tile.vector_lo[v], lo);
       tile.vector_hi[v] = max(tile.vector_hi[v], hi);
     }
@@ -271,16 +279,29 @@ inline void describe(const Problem<T>& problem, int64_t b, Tile<T>& tile) {
     tile.lo_min = min(tile.lo_min, tile.vector_lo[v]);
     tile.hi_max = max(tile.hi_max, tile.vector_hi[v]);
   }
+  // A vector without any row sees no key: its scores are not even formed.
+  const int last = tile.count - 1, used = int(round_up(count, N<T>));
+  if (used < kTile<T>) tile.hi_min = 0;
+  for (int r = tile.count; r < kTile<T>; ++r) {
+    tile.head[r] = tile.head[last], tile.row[r] = tile.row[last];
+    tile.lo[r] = r < used ? tile.lo[last] : 0;
+    tile.hi[r] = r < used ? tile.hi[last] : 0;
+    tile.seen[r] = false;
+  }
+  if (p.alibi.data)
+    for (int r = tile.count; r < kTile<T>; ++r)
+      tile.slope[r] = tile.slope[last], tile.diagonal[r] = tile.diagonal[last];
+  if (problem.has_dropout())
+    for (int r = tile.count; r < kTile<T>; ++r)
+      tile.key1[r] = tile.key1[last], tile.key2[r] = tile.key2[last];
 }
 // Rows [first, first + kTile) of one query head.
 template <class T>
 inline void make_tile_of_head(const Problem<T>& problem, int64_t b, int64_t h, int64_t first, Tile<T>& tile) {
-  tile.count = int(min(kTile<T>, problem.p.L - first));
-  for (int r = 0; r < kTile<T>; ++r) {
-    tile.head[r] = h;
-    tile.row[r] = first + min(r, tile.count - 1);
-  }
-  describe(problem, b, tile);
+  describe(problem, b, min(kTile<T>, problem.p.L - first), tile, [&](int r, int64_t& head, int64_t& row) {
+    head = h;
+    row = first + r;
+  });
 }
 // Tile t of key/value head hk.
 template <class T>
@@ -288,13 +309,13 @@ inline void make_tile(const Problem<T>& problem, int64_t b, int64_t hk, int64_t 
   const int64_t L = problem.p.L, per_head = problem.tiles_per_head;
   if (!problem.flat)
     return make_tile_of_head(problem, b, hk * problem.group + t / per_head, t % per_head * kTile<T>, tile);
-  tile.count = int(min(kTile<T>, problem.group * L - t * kTile<T>));
-  for (int r = 0; r < kTile<T>; ++r) {
-    int64_t at = t * kTile<T> + min(r, tile.count - 1);
-    tile.head[r] = hk * problem.group + at / L;
-    tile.row[r] = at % L;
-  }
-  describe(problem, b, tile);
+  const int64_t first = t * kTile<T>;
+  int64_t next_head = hk * problem.group + first / L, next_row = first % L;
+  describe(problem, b, min(kTile<T>, problem.group * L - first), tile, [&](int, int64_t& head, int64_t& row) {
+    head = next_head;
+    row = next_row;
+    if (++next_row == L) next_row = 0, ++next_head;
+  });
 }
 
 // 1 / (1 - p) where dropout keeps key j for the rows of vector v, else 0.

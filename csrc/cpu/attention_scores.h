@@ -41,6 +41,40 @@ FASTATTN_INLINE V<T> to_log2(V<T> natural) {
   return finite ? scaled : natural;
 }
 
+// Of the elements of a row of a mask. Bit 0: something is visible, bit 1: something is hidden or biased.
+template <class M>
+FASTATTN_INLINE int content_of_row(const M* row, int64_t count) {
+  bool visible = false, altered = false;
+  for (int64_t j = 0; j < count; ++j) {
+    if constexpr (kSame<M, bf16> || kSame<M, f16>) {
+      visible |= row[j].bits != (kSame<M, bf16> ? 0xFF80 : 0xFC00);
+      altered |= (row[j].bits & 0x7FFF) != 0;
+    } else {
+      visible |= kSame<M, uint8_t> ? row[j] != 0 : row[j] != -__builtin_inf();
+      altered |= kSame<M, uint8_t> ? row[j] == 0 : row[j] != 0;
+    }
+  }
+  return int(visible) | int(altered) << 1;
+}
+// Of what the masks hold for a tile, or 3 where that takes as long as reading them: most blocks of most masks
+// show or hide everything.
+template <class M, class T>
+inline int content_of_tile(const Problem<T>& problem, const Tile<T>& tile, int64_t begin, int64_t end) {
+  const View &mask = problem.p.mask, &padding = problem.p.key_padding;
+  int of_mask = mask.data ? 0 : 1, of_padding = padding.data ? 0 : 1;
+  if (mask.data && mask.stride[3] != 1) return 3;
+  if (padding.data && padding.stride[1] != 1) return 3;
+  const bool rows_differ = mask.stride[2] || (problem.flat && mask.stride[1]);
+  for (int r = 0; r < (rows_differ ? tile.count : 1) && mask.data && of_mask != 3; ++r)
+    of_mask |= content_of_row(
+        static_cast<const M*>(mask.data) + offset(mask, tile.b, tile.head[r], tile.row[r], begin),
+        end - begin);
+  if (padding.data)
+    of_padding = content_of_row(static_cast<const uint8_t*>(padding.data) + offset(padding, tile.b, begin),
+                                end - begin);
+  return (of_mask & of_padding & 1) | ((of_mask | of_padding) & 2);
+}
+
 // Fills bias[key - begin][kTile] with the mask in log2 units (-inf = hidden). Returns bit 0: something is
 // visible, bit 1: something is hidden or biased.
 template <class M, class T>
@@ -50,6 +84,8 @@ inline int fill_mask_tile(const Problem<T>& problem, const Tile<T>& tile, int64_
   const View& mask = p.mask;
   const M* data = static_cast<const M*>(mask.data);
   const int64_t keys = end - begin;
+  const int content = content_of_tile<M>(problem, tile, begin, end);
+  if (content != 3) return content;
   auto units = [](V<T> m) { return kSame<M, uint8_t> ? m : to_log2<T>(m); };
   if (!data) {
     for (int64_t x = 0; x < keys * kTile<T>; x += N<T>) store(bias + x, V<T>{});

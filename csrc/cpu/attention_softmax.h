@@ -196,7 +196,7 @@ inline void finish_tile_of(const Problem<T>& problem, const Tile<T>& tile, State
   S* out = static_cast<S*>(p.out.data);
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v)
-    for (int64_t d = 0; d < p.Dv; d += N<T>) {
+    for (int64_t d = 0; d < p.Dv && v * N<T> < tile.count; d += N<T>) {
       V<T> block[N<T>];
       if (d + N<T> <= p.Dv)
 #pragma GCC unroll 16

@@ -426,12 +426,64 @@ FASTATTN_INLINE Vec<float> load_wide(const f16* p) {
 #endif
 }
 
+#if defined(__AVX512F__)
+// The first `count` elements of a vector, fewer than it has; the others are 0, or not written.
+FASTATTN_INLINE Vec<float> load_part(const float* p, int64_t count) {
+  return (Vec<float>)_mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), p);
+}
+FASTATTN_INLINE Vec<double> load_part(const double* p, int64_t count) {
+  return (Vec<double>)_mm512_maskz_loadu_pd(__mmask8((1u << count) - 1), p);
+}
+FASTATTN_INLINE Vec<float> load_part(const bf16* p, int64_t count) {
+  const __m256i h = _mm256_maskz_loadu_epi16(__mmask16((1u << count) - 1), p);
+  return (Vec<float>)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
+}
+FASTATTN_INLINE Vec<float> load_part(const f16* p, int64_t count) {
+  return (Vec<float>)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(__mmask16((1u << count) - 1), p));
+}
+FASTATTN_INLINE void store_part(float* p, int64_t count, Vec<float> v) {
+  _mm512_mask_storeu_ps(p, __mmask16((1u << count) - 1), (__m512)v);
+}
+FASTATTN_INLINE void store_part(double* p, int64_t count, Vec<double> v) {
+  _mm512_mask_storeu_pd(p, __mmask8((1u << count) - 1), (__m512d)v);
+}
+template <class T>
+FASTATTN_INLINE void store_part(T* p, int64_t count, Vec<float> v) {
+  T buffer[kLanes<float>];
+  round_store(buffer, v);
+  __m256i h;
+  __builtin_memcpy(&h, buffer, sizeof h);
+  _mm256_mask_storeu_epi16(p, __mmask16((1u << count) - 1), h);
+}
+#elif defined(__AVX2__)
+FASTATTN_INLINE Vec<float> load_part(const float* p, int64_t count) {
+  const Vec<int32_t> lane = {0, 1, 2, 3, 4, 5, 6, 7};
+  return (Vec<float>)_mm256_maskload_ps(p, (__m256i)(lane < int32_t(count)));
+}
+FASTATTN_INLINE Vec<double> load_part(const double* p, int64_t count) {
+  const Vec<int64_t> lane = {0, 1, 2, 3};
+  return (Vec<double>)_mm256_maskload_pd(p, (__m256i)(lane < count));
+}
+#endif
+#if defined(__AVX512F__)
+template <class T>
+constexpr bool kLoadsParts = true;
+#elif defined(__AVX2__)
+template <class T>
+constexpr bool kLoadsParts = sizeof(T) >= 4;
+#else
+template <class T>
+constexpr bool kLoadsParts = false;
+#endif
+
 // One vector of a row of `count` elements that may be strided or end inside the vector; missing
 // elements are 0.
 template <class A, class T>
 FASTATTN_INLINE Vec<A> load_row(const T* p, int64_t stride, int64_t count) {
   constexpr int N = kLanes<A>;
   if (stride == 1 && count >= N) return load_wide(p);
+  if constexpr (kLoadsParts<T>)
+    if (stride == 1) return load_part(p, max(count, 0));
   T buffer[N];
   std::memset(buffer, 0, sizeof buffer);
   int64_t n = count < N ? count : N;
@@ -442,6 +494,9 @@ template <class A, class T>
 FASTATTN_INLINE void store_row(T* p, int64_t stride, int64_t count, Vec<A> v) {
   constexpr int N = kLanes<A>;
   if (stride == 1 && count >= N) return round_store(p, v);
+#if defined(__AVX512F__)
+  if (stride == 1) return store_part(p, max(count, 0), v);
+#endif
   T buffer[N];
   round_store(buffer, v);
   int64_t n = count < N ? count : N;
