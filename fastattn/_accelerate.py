@@ -12,6 +12,7 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import _engine_run_backward
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
@@ -27,23 +28,6 @@ _torch_multi_head_attention = F.multi_head_attention_forward
 # Other subclasses of Tensor decide themselves what attention of them is. The last two stand for plain tensors
 # while torch.compile and torch.export trace.
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor))
-
-
-def _as_inside(function):
-    """torch's own code that does not ask modes before it runs: to run it where a mode is entered again."""
-    names = ("has_torch_function", "has_torch_function_unary")
-    copy = FunctionType(
-        function.__code__,
-        function.__globals__ | {name: lambda tensors: False for name in names},
-        argdefs=function.__defaults__,
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-# What calls back code that may call attention, in recomputation and hooks. While a mode looks at a call it is
-# not active itself.
-_CALLING_BACK = {f: _as_inside(f) for f in (Tensor.backward, autograd.backward, autograd.grad)}
 
 
 class accelerate(TorchFunctionMode):
@@ -86,9 +70,8 @@ class accelerate(TorchFunctionMode):
             func = _attention if _PLAIN.issuperset(types) else func
         elif func is _torch_multi_head_attention:
             func = _multi_head_attention if _PLAIN.issuperset(types) else func
-        elif func in _CALLING_BACK and _PLAIN.issuperset(types):
-            with self:
-                return _CALLING_BACK[func](*args, **(kwargs or {}))
+        elif func in _BACKWARD and _PLAIN.issuperset(types):
+            func = _BACKWARD[func]
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def __new__(cls, function=None):
@@ -196,14 +179,32 @@ def _is_traced() -> bool:
     )
 
 
-# The function of nn.MultiheadAttention is overridden as a whole, and then a mode does not see what it calls.
-# So this is torch's own code, which finds another function by the name that it calls.
-_multi_head_attention = FunctionType(
-    _torch_multi_head_attention.__code__,
-    {
-        **_torch_multi_head_attention.__globals__,
-        "scaled_dot_product_attention": _attention,
-        "has_torch_function": lambda tensors: False,
-    },
-    argdefs=_torch_multi_head_attention.__defaults__,
+def _with_globals(function, **names) -> FunctionType:
+    """torch's own code, which finds other functions by some of the names that it calls."""
+    copy = FunctionType(function.__code__, {**function.__globals__, **names}, argdefs=function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+# While a mode looks at a call it is off, and does not see what the call calls in turn: the attention of
+# nn.MultiheadAttention, and that of hooks and recomputation in a backward.
+_multi_head_attention = _with_globals(
+    _torch_multi_head_attention,
+    scaled_dot_product_attention=_attention,
+    has_torch_function=lambda tensors: False,
 )
+
+
+def _run_backward(*args, **kwargs):
+    with accelerate():
+        return _engine_run_backward(*args, **kwargs)
+
+
+def _backward_of_tensor(tensor, gradient=None, retain_graph=None, create_graph=False, inputs=None):
+    _BACKWARD[autograd.backward](tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+_BACKWARD = {
+    f: _with_globals(f, _engine_run_backward=_run_backward) for f in (autograd.backward, autograd.grad)
+}
+_BACKWARD[Tensor.backward] = _backward_of_tensor

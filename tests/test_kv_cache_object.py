@@ -48,8 +48,9 @@ class Programs(RuleBasedStateMachine):
     def normal(self, *shape):
         return torch.randn(*shape, generator=self.generator)
 
-    def lengths(self):
-        return [t.shape[1] for t in self.tokens[0]]
+    def lengths(self, of=min):
+        """What every layer holds of each sequence, or the longest of them."""
+        return [of(t.shape[1] for t in of_layers) for of_layers in zip(*self.tokens, strict=True)]
 
     def append(self, layer, L, T):
         B = len(self.tokens[0])
@@ -61,16 +62,17 @@ class Programs(RuleBasedStateMachine):
             expected = attend(query[b], self.tokens[layer][b], self.values[layer][b])
             torch.testing.assert_close(out[b], expected)
 
-    @rule(T=st.integers(0, 7), L=st.integers(1, 3))
-    def step(self, T, L):
-        """All layers take the next tokens, unless they do not fit."""
-        if self.most is not None and T and max(self.lengths(), default=0) + T > self.most:
-            new = self.normal(len(self.lengths()), Hkv, T, D), self.normal(len(self.lengths()), Hkv, T, Dv)
-            with pytest.raises(RuntimeError, match="the cache is full"):
-                self.cache.attend(self.normal(len(self.lengths()), H, T, D), *new)
-            return
-        for layer in range(self.cache.layers):
-            self.append(layer, L, T)
+    @rule(T=st.integers(0, 7), L=st.integers(1, 3), only_first=st.booleans())
+    def step(self, T, L, only_first):
+        """All layers take the next tokens, or the first alone, unless they do not fit."""
+        for layer in range(1 if only_first else self.cache.layers):
+            lengths = [t.shape[1] for t in self.tokens[layer]]
+            if self.most is not None and T and max(lengths, default=0) + T > self.most:
+                new = self.normal(len(lengths), Hkv, T, D), self.normal(len(lengths), Hkv, T, Dv)
+                with pytest.raises(RuntimeError, match="the cache is full"):
+                    self.cache.attend(self.normal(len(lengths), H, T, D), *new, layer=layer)
+            else:
+                self.append(layer, L, T)
 
     @precondition(lambda self: self.tokens[0])
     @rule(data=st.data())
@@ -122,6 +124,8 @@ class Programs(RuleBasedStateMachine):
         if self.most is not None and self.lengths():
             pages = -(-self.most // cache.page_size)
             assert len(set(named)) <= len(self.lengths()) * pages
+        paged = [-(-n // cache.page_size) for n in self.lengths(max)]
+        assert [len(pages) for pages in cache._pages] == paged
 
 
 Programs.TestCase.settings = settings(
@@ -163,6 +167,26 @@ def test_memory_is_reused_and_grows_on_demand():
     cache.attend(*(torch.randn(1, 1, 17, 4) for _ in range(3)))
     assert cache.num_pages == pages
     assert KVCache(3, 1, 4, 8).num_pages == 3
+    limited = KVCache(1, 1, 4, 20, page_size=4)
+    limited.attend(*(torch.randn(1, 1, 20, 4) for _ in range(3)))
+    assert limited.num_pages == 5
+
+
+def test_memory_grows_in_few_steps():
+    cache, held = KVCache(1, 1, 1, page_size=1), set()
+    for _ in range(100):
+        cache.attend(*(torch.randn(1, 1, 1, 1) for _ in range(3)))
+        held.add(cache.num_pages)
+    assert len(held) < 20 and max(held) <= 150
+
+
+def test_nothing_appended_copies_no_shared_page():
+    cache = KVCache(1, 1, 4, page_size=4)
+    cache.attend(*(torch.randn(1, 1, 6, 4) for _ in range(3)))
+    cache.reorder([0, 0])
+    held = cache.num_pages
+    cache.attend(*(torch.randn(2, 1, T, 4) for T in (1, 0, 0)))
+    assert cache.num_pages == held and cache._pages[0] == cache._pages[1]
 
 
 def test_options_reach_the_operator_and_the_operator_takes_the_arguments():

@@ -167,6 +167,15 @@ def test_memory_that_is_written_to_and_shared_is_refused(impl, page_size):
     memory = torch.zeros(2 * numel)
     halves = {"key_cache": memory[:numel].view(shape), "value_cache": memory[numel - 1 : -1].view(shape)}
     assert_refused(case, impl, RuntimeError, "value_cache must not share memory with key_cache", **halves)
+    # Rows of keys and of values in turn, where those of values reach into the next key.
+    rows = numel // shape[3]
+    memory = torch.zeros(2 * shape[3] * (rows + 1))
+    strides = tuple(2 * n for n in case.key_cache.stride()[:3]) + (1,)
+    halves = {
+        "key_cache": memory.as_strided(shape, strides),
+        "value_cache": memory.as_strided(shape, strides, 2 * shape[3] - 1),
+    }
+    assert_refused(case, impl, RuntimeError, "value_cache must not share memory with key_cache", **halves)
     for name, cache in (("key", "key_cache"), ("value", "value_cache"), ("value", "key_cache")):
         own = getattr(case, cache)[:1, :, :2].expand(getattr(case, name).shape)
         message = f"{name} must not share memory with {cache}"

@@ -13,7 +13,6 @@ from torch._C import (
     _len_torch_dispatch_stack,
 )
 from torch._C._autograd import _profiler_enabled
-from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
@@ -74,8 +73,9 @@ def _are_plain(args: Sequence) -> bool:
         kind = arg.__class__
         if kind is Tensor or kind is torch.nn.Parameter:
             # Negations that are still to be done, zeros without memory, and the wrappers of
-            # autograd.grad(is_grads_batched=True) are resolved by the dispatcher.
-            if not arg.is_cpu or arg.is_neg() or arg._is_zerotensor() or is_legacy_batchedtensor(arg):
+            # autograd.grad(is_grads_batched=True) are resolved by the dispatcher. Modes like accelerate()
+            # look at each attribute of a tensor that is asked for, but not at this.
+            if _dispatch_keys(arg).raw_repr() not in _PLAIN_KEYS:
                 return False
         elif kind not in _SCALARS:  # a subclass of Tensor
             return False
