@@ -252,6 +252,10 @@ class KVCache:
         other.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return other
 
+    @_outlives_inference_mode
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(copy.deepcopy(state) if state["_table"].is_inference() else state)
+
     def _check_layer(self, layer: int) -> None:
         if not 0 <= integer("layer", layer, -math.inf) < self.layers:
             raise ValueError(f"layer must be from 0 to {self.layers - 1}, got {layer}")
