@@ -145,6 +145,16 @@ def test_layers_take_turns():
     assert cache.lengths.tolist() == [3, 3] and cache.lengths.dtype == torch.int32
 
 
+def test_a_layer_that_is_ahead_keeps_its_tokens_where_another_writes_to_a_shared_page():
+    cache = KVCache(1, 1, 4, layers=2, page_size=4)
+    new = [torch.randn(1, 1, 3, 4) for _ in range(3)]
+    cache.attend(*new, layer=0)
+    cache.reorder([0, 0])
+    cache.attend(*(t.expand(2, -1, -1, -1) for t in new), layer=1)
+    for b, layer in itertools.product(range(2), range(2)):
+        assert torch.equal(cache.sequence(b, layer)[0], new[1][0])
+
+
 def test_beams_share_pages_until_they_write():
     cache = KVCache(1, 1, 4, page_size=4)
     cache.attend(*(torch.randn(1, 1, 10, 4) for _ in range(3)))
