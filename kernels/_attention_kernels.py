@@ -1,8 +1,8 @@
 """The kernels of softmax attention, launched by attention.py.
 
-A program of the forward holds one tile of queries and walks over the keys that its rows may see, in three
-stretches: the blocks at the left edge of the window, those that every row sees, where nothing has to be
-checked, and those at the right edge, where the causal diagonal and the last key are. The backward is two
+A program of the forward holds one tile of queries and walks over the keys that its rows may see: first the
+blocks at the edges of the window, where the causal diagonal and the last key are, then those that every row
+sees, where nothing has to be checked. Under masks everything is checked, in one loop. The backward is two
 kernels that compute the scores again, one with a tile of queries for their gradient and one with a tile of
 keys for theirs, so that every gradient has one writer and one order of summation: no atomics, repeatable bit
 by bit.
@@ -15,10 +15,13 @@ Dao, FlashAttention-2, arXiv:2307.08691; the online softmax: Milakov and Gimelsh
 import triton
 import triton.language as tl
 from fastattn.kernels._attention_tiles import (
+    block_at,
+    blocks_of,
     clip,
     finish_rows,
     first_tile,
     load_level,
+    load_numbers,
     number_rows,
     rows_see,
     scores_of,
@@ -26,7 +29,6 @@ from fastattn.kernels._attention_tiles import (
     seen_keys,
     shown_keys,
     softmax_step,
-    stretch,
     tile_of,
     weights_of,
 )
@@ -73,6 +75,7 @@ def forward_kernel(
     ACCURATE: tl.constexpr = tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32
     MASKED: tl.constexpr = mask is not None
     PADDED: tl.constexpr = padding is not None
+    HIDING: tl.constexpr = MASKED or PADDED
     # The last rows come first: under a causal mask they are the longest.
     total_rows = L
     b, h, row, first_q, first_k, L, S = tile_of(bounds_q, bounds_k, N, H, L, S, BLOCK_Q, True)
@@ -109,42 +112,42 @@ def forward_kernel(
         result = tl.full([BLOCK_Q, BLOCK_DV], 0, ACCURATE)
 
     q = load_rows(query, query_stride, b, h, first_q + row, r, channels, in_tile, D, BLOCK_D, True)
-    for part in tl.static_range(3):
-        if part != 0 or left is not None:
-            start, stop = stretch(part, begin, inner, outer, end, BLOCK_K)
-            for column in range(start, stop, BLOCK_K):
-                present = (column + c >= begin) & (column + c < end)
-                shown = None
-                if PADDED:
-                    present = shown_keys(padding, padding_stride, b, column + c, present)
-                    shown = present[None, :]
-                k = load_rows(key, key_stride, b, h // group, first_k + column, c, channels, present, D,
-                    BLOCK_D, part != 1 or PADDED,
+    for part in tl.static_range(1 if HIDING else 2):
+        first, count, before, gap = blocks_of(part, begin, inner, outer, end, BLOCK_K, HIDING)
+        for block in range(0, count):
+            column = block_at(block, first, before, gap, BLOCK_K)
+            present = (column + c >= begin) & (column + c < end)
+            shown = None
+            if PADDED:
+                present = shown_keys(padding, padding_stride, b, column + c, present)
+                shown = present[None, :]
+            k = load_rows(key, key_stride, b, h // group, first_k + column, c, channels, present, D,
+                BLOCK_D, part == 0,
+            )  # fmt: skip
+            dots = product(q, tl.trans(k), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
+            score, visible, _ = scores_of(
+                dots, b, h, r[:, None], c[None, :], row, column, L, S, offset, left, right, mask,
+                mask_stride, shown, slope, scale, softcap, SOFTCAP, part == 0,
+            )  # fmt: skip
+            if HIDING:
+                seen = seen | (tl.max(visible.to(tl.int32), 1) > 0)
+            weights, rescale, top, total = softmax_step(score, top, total)
+            if value is not None:
+                v = load_rows(value, value_stride, b, h // group, first_k + column, c, value_channels,
+                    present, DV, BLOCK_DV, part == 0,
                 )  # fmt: skip
-                dots = product(q, tl.trans(k), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
-                score, visible, _ = scores_of(
-                    dots, b, h, r[:, None], c[None, :], row, column, L, S, offset, left, right, mask,
-                    mask_stride, shown, slope, scale, softcap, SOFTCAP, part != 1,
-                )  # fmt: skip
-                if MASKED or PADDED:
-                    seen = seen | (tl.max(visible.to(tl.int32), 1) > 0)
-                weights, rescale, top, total = softmax_step(score, top, total)
-                if value is not None:
-                    v = load_rows(value, value_stride, b, h // group, first_k + column, c, value_channels,
-                        present, DV, BLOCK_DV, part != 1 or PADDED,
-                    )  # fmt: skip
-                    if MASKED:
-                        v = tl.where((tl.max(visible.to(tl.int32), 0) > 0)[:, None], v, 0.0)
-                    if seed is not None:
-                        keep = dropout_keep(word1[:, None], word2[:, None], (column + c)[None, :], threshold)
-                        weights = tl.where(keep, weights, 0.0)
-                    result = product(weights, v, result * rescale[:, None], PRECISION, UPCAST)
+                if MASKED:
+                    v = tl.where((tl.max(visible.to(tl.int32), 0) > 0)[:, None], v, 0.0)
+                if seed is not None:
+                    keep = dropout_keep(word1[:, None], word2[:, None], (column + c)[None, :], threshold)
+                    weights = tl.where(keep, weights, 0.0)
+                result = product(weights, v, result * rescale[:, None], PRECISION, UPCAST)
 
     if value is None:
         tl.store(lse + first_row + i, tl.where(coarse, top, given), mask=in_tile)
         tl.store(log_sum + first_row + i, tl.where(coarse, tl.log2(total), 0.0), mask=in_tile)
     else:
-        if not (MASKED or PADDED):
+        if not HIDING:
             seen = rows_see(i, S, offset, left, right)
         result, total = finish_rows(result * tl.full([], keep_scale, ACCURATE), top, total, seen)
         store_rows(out, out_stride, b, h, first_q + row, r, value_channels, in_tile, DV, result)
@@ -154,7 +157,7 @@ def forward_kernel(
 @triton.jit(do_not_specialize=LENGTHS)
 def grad_query_kernel(
     grad_out, grad_lse, query, key, value, mask, padding, alibi, sinks, seed, out, lse, log_sum,
-    grad_query, delta, alibi_sum, sinks_sum,
+    grad_query, delta, levels, seen_rows, alibi_sum, sinks_sum,
     grad_out_stride, grad_lse_stride, query_stride, key_stride, value_stride, mask_stride, padding_stride,
     alibi_stride, sinks_stride, out_stride, grad_query_stride,
     bounds_q, bounds_k, N, H, group, L, S, lower_right, left, right, threshold,
@@ -163,8 +166,9 @@ def grad_query_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one head: their gradient, ``delta`` for that of keys and values, and what the
-    tile adds to the gradients of slopes and sinks.
+    """One tile of queries of one head: their gradient; for that of keys and values ``delta``, the ``levels``
+    of weights in units of log2, and where there are masks which rows see anything; and what the tile adds to
+    the gradients of slopes and sinks.
 
     With P the weights, dP = dO V^T and delta = rowsum(dO * O) - dlse, the gradient of a score is dS = P *
     (dP - delta).
@@ -172,6 +176,7 @@ def grad_query_kernel(
     ACCURATE: tl.constexpr = tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32
     MASKED: tl.constexpr = mask is not None
     PADDED: tl.constexpr = padding is not None
+    HIDING: tl.constexpr = MASKED or PADDED
     # The last rows come first: under a causal mask they are the longest.
     total_rows = L
     b, h, row, first_q, first_k, L, S = tile_of(bounds_q, bounds_k, N, H, L, S, BLOCK_Q, True)
@@ -205,6 +210,7 @@ def grad_query_kernel(
     difference = inside - outside
     tl.store(delta + first_row + i, difference, mask=in_tile)
     level, logarithm = load_level(lse, log_sum, first_row + i, in_tile)
+    tl.store(levels + first_row + i, level, mask=in_tile)
     logarithm_column = logarithm
     if log_sum is not None:
         logarithm_column = logarithm[:, None]
@@ -213,50 +219,50 @@ def grad_query_kernel(
     seen = tl.full([BLOCK_Q], 0, tl.int32) > 0
     grad = tl.full([BLOCK_Q, BLOCK_D], 0, ACCURATE)
     slopes = tl.full([BLOCK_Q], 0, ACCURATE)
-    for part in tl.static_range(3):
-        if part != 0 or left is not None:
-            start, stop = stretch(part, begin, inner, outer, end, BLOCK_K)
-            for column in range(start, stop, BLOCK_K):
-                present = (column + c >= begin) & (column + c < end)
-                shown = None
-                if PADDED:
-                    present = shown_keys(padding, padding_stride, b, column + c, present)
-                    shown = present[None, :]
-                k = load_rows(key, key_stride, b, h // group, first_k + column, c, channels, present, D,
-                    BLOCK_D, part != 1 or PADDED,
-                )  # fmt: skip
-                v = load_rows(value, value_stride, b, h // group, first_k + column, c, value_channels,
-                    present, DV, BLOCK_DV, part != 1 or PADDED,
-                )  # fmt: skip
-                dots = product(q, tl.trans(k), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
-                score, visible, bend = scores_of(
-                    dots, b, h, r[:, None], c[None, :], row, column, L, S, offset, left, right, mask,
-                    mask_stride, shown, slope, scale, softcap, SOFTCAP, part != 1,
-                )  # fmt: skip
-                weights = weights_of(
-                    score, level[:, None], logarithm_column, visible, part != 1 or MASKED or PADDED
-                )
-                grads = product(do, tl.trans(v), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
-                if seed is not None:
-                    keep = dropout_keep(word1[:, None], word2[:, None], (column + c)[None, :], threshold)
-                    grads = tl.where(keep, grads * tl.full([], keep_scale, ACCURATE), 0.0)
-                grads = weights * (grads - difference[:, None])
-                if part != 1 or MASKED or PADDED:
-                    grads = tl.where(visible, grads, 0.0)
-                if MASKED or PADDED:
-                    seen = seen | (tl.max(visible.to(tl.int32), 1) > 0)
-                if MASKED:
-                    k = tl.where((tl.max(visible.to(tl.int32), 0) > 0)[:, None], k, 0.0)
-                if alibi_sum is not None:
-                    distance = tl.abs(i[:, None] + offset - (column + c)[None, :]).to(ACCURATE)
-                    slopes -= tl.sum(grads * distance, 1)
-                if SOFTCAP:
-                    grads *= bend
-                grad = product(grads, k, grad, PRECISION, UPCAST)
+    for part in tl.static_range(1 if HIDING else 2):
+        first, count, before, gap = blocks_of(part, begin, inner, outer, end, BLOCK_K, HIDING)
+        for block in range(0, count):
+            column = block_at(block, first, before, gap, BLOCK_K)
+            present = (column + c >= begin) & (column + c < end)
+            shown = None
+            if PADDED:
+                present = shown_keys(padding, padding_stride, b, column + c, present)
+                shown = present[None, :]
+            k = load_rows(key, key_stride, b, h // group, first_k + column, c, channels, present, D,
+                BLOCK_D, part == 0,
+            )  # fmt: skip
+            v = load_rows(value, value_stride, b, h // group, first_k + column, c, value_channels,
+                present, DV, BLOCK_DV, part == 0,
+            )  # fmt: skip
+            dots = product(q, tl.trans(k), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
+            score, visible, bend = scores_of(
+                dots, b, h, r[:, None], c[None, :], row, column, L, S, offset, left, right, mask,
+                mask_stride, shown, slope, scale, softcap, SOFTCAP, part == 0,
+            )  # fmt: skip
+            weights = weights_of(score, level[:, None], logarithm_column, visible, part == 0)
+            grads = product(do, tl.trans(v), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
+            if seed is not None:
+                keep = dropout_keep(word1[:, None], word2[:, None], (column + c)[None, :], threshold)
+                grads = tl.where(keep, grads * tl.full([], keep_scale, ACCURATE), 0.0)
+            grads = weights * (grads - difference[:, None])
+            if part == 0:
+                grads = tl.where(visible, grads, 0.0)
+            if HIDING:
+                seen = seen | (tl.max(visible.to(tl.int32), 1) > 0)
+            if MASKED:
+                k = tl.where((tl.max(visible.to(tl.int32), 0) > 0)[:, None], k, 0.0)
+            if alibi_sum is not None:
+                distance = tl.abs(i[:, None] + offset - (column + c)[None, :]).to(ACCURATE)
+                slopes -= tl.sum(grads * distance, 1)
+            if SOFTCAP:
+                grads *= bend
+            grad = product(grads, k, grad, PRECISION, UPCAST)
 
-    if not (MASKED or PADDED):
+    if not HIDING:
         seen = rows_see(i, S, offset, left, right)
     seen = seen & in_tile
+    if seen_rows is not None:
+        tl.store(seen_rows + first_row + i, seen.to(tl.uint8), mask=in_tile)
     grad = tl.where(seen[:, None], grad * tl.full([], scale, ACCURATE), 0.0)
     store_rows(grad_query, grad_query_stride, b, h, first_q + row, r, channels, in_tile, D, grad)
     if alibi_sum is not None:
@@ -270,7 +276,8 @@ def grad_query_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def grad_key_value_kernel(
-    grad_out, query, key, value, mask, padding, alibi, seed, lse, log_sum, delta, grad_key, grad_value,
+    grad_out, query, key, value, mask, padding, alibi, seed, levels, log_sum, delta, seen_rows, grad_key,
+    grad_value,
     grad_out_stride, query_stride, key_stride, value_stride, mask_stride, padding_stride, alibi_stride,
     grad_key_stride, grad_value_stride,
     bounds_q, bounds_k, N, H, group, L, S, lower_right, left, right, threshold,
@@ -281,8 +288,8 @@ def grad_key_value_kernel(
 ):  # fmt: skip
     """One tile of keys of one key/value head: their gradients, over all query heads that share it."""
     ACCURATE: tl.constexpr = tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32
-    MASKED: tl.constexpr = mask is not None
     PADDED: tl.constexpr = padding is not None
+    HIDING: tl.constexpr = mask is not None or padding is not None
     total_rows = L
     b, shared, column, first_k, first_q, S, L = tile_of(
         bounds_k, bounds_q, N, H // group, S, L, BLOCK_K, False
@@ -314,51 +321,45 @@ def grad_key_value_kernel(
         slope = None
         if alibi is not None:
             slope = tl.load(alibi + b * alibi_stride[0] + h * alibi_stride[1])
-        for part in tl.static_range(3):
-            if part != 0 or right is not None:
-                start, stop = stretch(part, begin, inner, outer, end, BLOCK_Q)
-                for row in range(start, stop, BLOCK_Q):
-                    i = row + tl.arange(0, BLOCK_Q)
-                    present = (i >= begin) & (i < end)
-                    q = load_rows(query, query_stride, b, h, first_q + row, r, channels, present, D, BLOCK_D,
-                        part != 1,
-                    )  # fmt: skip
-                    do = load_rows(grad_out, grad_out_stride, b, h, first_q + row, r, value_channels, present,
-                        DV, BLOCK_DV, part != 1,
-                    )  # fmt: skip
-                    level, logarithm = load_level(lse, log_sum, first_row + i, present)
-                    if log_sum is not None:
-                        logarithm = logarithm[None, :]
-                    difference = tl.load(delta + first_row + i, mask=present, other=0.0)
-                    dots = product(
-                        k, tl.trans(q), tl.full([BLOCK_K, BLOCK_Q], 0, ACCURATE), PRECISION, UPCAST
-                    )
-                    score, visible, bend = scores_of(
-                        dots, b, h, r[None, :], c[:, None], row, column, L, S, offset, left, right,
-                        mask, mask_stride, shown, slope, scale, softcap, SOFTCAP, part != 1,
-                    )  # fmt: skip
-                    weights = weights_of(
-                        score, level[None, :], logarithm, visible, part != 1 or MASKED or PADDED
-                    )
-                    if MASKED or PADDED:
-                        some = (tl.max(visible.to(tl.int32), 0) > 0)[:, None]
-                        q, do = tl.where(some, q, 0.0), tl.where(some, do, 0.0)
-                    grads = product(
-                        v, tl.trans(do), tl.full([BLOCK_K, BLOCK_Q], 0, ACCURATE), PRECISION, UPCAST
-                    )
-                    kept = weights
-                    if seed is not None:
-                        word1, word2 = dropout_words(seed_word(seed), first_row + i + 1)
-                        keep = dropout_keep(word1[None, :], word2[None, :], j[:, None], threshold)
-                        kept = tl.where(keep, weights, 0.0)
-                        grads = tl.where(keep, grads * tl.full([], keep_scale, ACCURATE), 0.0)
-                    dv = product(kept, do, dv, PRECISION, UPCAST)
-                    grads = weights * (grads - difference[None, :])
-                    if part != 1 or MASKED or PADDED:
-                        grads = tl.where(visible, grads, 0.0)
-                    if SOFTCAP:
-                        grads *= bend
-                    dk = product(grads, q, dk, PRECISION, UPCAST)
+        for part in tl.static_range(1 if HIDING else 2):
+            first, count, before, gap = blocks_of(part, begin, inner, outer, end, BLOCK_Q, HIDING)
+            for block in range(0, count):
+                row = block_at(block, first, before, gap, BLOCK_Q)
+                i = row + tl.arange(0, BLOCK_Q)
+                present = (i >= begin) & (i < end)
+                if HIDING:
+                    present = load_numbers(seen_rows, first_row + row, r, present, 0, part == 0) != 0
+                q = load_rows(query, query_stride, b, h, first_q + row, r, channels, present, D, BLOCK_D,
+                    part == 0,
+                )  # fmt: skip
+                do = load_rows(grad_out, grad_out_stride, b, h, first_q + row, r, value_channels, present,
+                    DV, BLOCK_DV, part == 0,
+                )  # fmt: skip
+                level = load_numbers(levels, first_row + row, r, present, float("inf"), part == 0)
+                difference = load_numbers(delta, first_row + row, r, present, 0.0, part == 0)
+                logarithm = 0.0
+                if log_sum is not None:
+                    logarithm = load_numbers(log_sum, first_row + row, r, present, 0.0, part == 0)[None, :]
+                dots = product(k, tl.trans(q), tl.full([BLOCK_K, BLOCK_Q], 0, ACCURATE), PRECISION, UPCAST)
+                score, visible, bend = scores_of(
+                    dots, b, h, r[None, :], c[:, None], row, column, L, S, offset, left, right,
+                    mask, mask_stride, shown, slope, scale, softcap, SOFTCAP, part == 0,
+                )  # fmt: skip
+                weights = weights_of(score, level[None, :], logarithm, visible, part == 0)
+                grads = product(v, tl.trans(do), tl.full([BLOCK_K, BLOCK_Q], 0, ACCURATE), PRECISION, UPCAST)
+                kept = weights
+                if seed is not None:
+                    word1, word2 = dropout_words(seed_word(seed), first_row + i + 1)
+                    keep = dropout_keep(word1[None, :], word2[None, :], j[:, None], threshold)
+                    kept = tl.where(keep, weights, 0.0)
+                    grads = tl.where(keep, grads * tl.full([], keep_scale, ACCURATE), 0.0)
+                dv = product(kept, do, dv, PRECISION, UPCAST)
+                grads = weights * (grads - difference[None, :])
+                if part == 0:
+                    grads = tl.where(visible, grads, 0.0)
+                if SOFTCAP:
+                    grads *= bend
+                dk = product(grads, q, dk, PRECISION, UPCAST)
 
     store_rows(grad_key, grad_key_stride, b, shared, first_k + column, c, channels, in_tile, D,
                dk * tl.full([], scale, ACCURATE))  # fmt: skip

@@ -7,8 +7,9 @@ import triton.language as tl
 from fastattn.kernels._common import LOG2E, device, to_log2
 
 __all__ = [
-    "clip", "finish_rows", "first_tile", "load_level", "number_rows", "rows_see", "scores_of", "seeing_rows",
-    "seen_keys", "shown_keys", "softmax_step", "stretch", "tile_of", "weights_of",
+    "block_at", "blocks_of", "clip", "finish_rows", "first_tile", "load_level", "load_numbers", "number_rows",
+    "rows_see", "scores_of", "seeing_rows", "seen_keys", "shown_keys", "softmax_step", "tile_of",
+    "weights_of",
 ]  # fmt: skip
 
 
@@ -132,16 +133,27 @@ def seeing_rows(first, last, L, offset, left, right):
 
 
 @device
-def stretch(part: tl.constexpr, begin, inner, outer, end, BLOCK: tl.constexpr):
-    """Blocks of the left edge, of the inside that needs no check, and of the right edge."""
-    inner = (inner + BLOCK - 1) // BLOCK * BLOCK
-    outer = outer // BLOCK * BLOCK
-    if part == 0:
-        return begin // BLOCK * BLOCK, tl.minimum(inner, end)
-    elif part == 1:
-        return inner, outer
+def blocks_of(part: tl.constexpr, begin, inner, outer, end, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """Blocks of both edges (part 0), or of the inside that needs no check (part 1): where they begin, how
+    many they are, how many come before a gap, and its width. Under WHOLE everything is an edge."""
+    first, inner, outer = begin // BLOCK * BLOCK, (inner + BLOCK - 1) // BLOCK * BLOCK, outer // BLOCK * BLOCK
+    if part == 1:
+        count = tl.maximum(outer - inner, 0) // BLOCK
+        return inner, count, count, 0
+    elif WHOLE:
+        count = tl.maximum(end - first + BLOCK - 1, 0) // BLOCK
+        return first, count, count, 0
     else:
-        return tl.maximum(inner, outer), end
+        left = tl.maximum(tl.minimum(inner, end) - first + BLOCK - 1, 0) // BLOCK
+        after = tl.maximum(inner, outer)
+        right = tl.maximum(end - after + BLOCK - 1, 0) // BLOCK
+        return first, left + right, left, after - (first + left * BLOCK)
+
+
+@device
+def block_at(block, first, before, gap, BLOCK: tl.constexpr):
+    """Where a block of ``blocks_of`` begins."""
+    return first + block * BLOCK + tl.where(block < before, 0, gap)
 
 
 @device
@@ -183,7 +195,7 @@ def scores_of(
     if mask is not None:
         at = mask + b * mask_stride[0] + h * mask_stride[1]
         at += tl.cast(row, tl.int64) * mask_stride[2] + tl.cast(column, tl.int64) * mask_stride[3]
-        at = at + r * mask_stride[2] + c * mask_stride[3]
+        at = at + (r * mask_stride[2] + c * mask_stride[3])
         if mask.dtype.element_ty == tl.uint8:
             visible = visible & (tl.load(at, mask=visible, other=0) != 0)
         else:
@@ -221,6 +233,15 @@ def load_level(lse, log_sum, at, shown):
         return to_log2(level), 0.0
     else:
         return level, tl.load(log_sum + at, mask=shown, other=0.0)
+
+
+@device
+def load_numbers(base, first, rows, shown, other, CHECK: tl.constexpr):
+    """One number for each row; under CHECK ``other`` where it is not ``shown``."""
+    if CHECK:
+        return tl.load(base + first + rows, mask=shown, other=other)
+    else:
+        return tl.load(base + first + rows)
 
 
 @device

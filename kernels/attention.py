@@ -263,8 +263,11 @@ def attention_backward(
     for name, tensor in (("grad_out", grad_out), ("out", out), ("grad_lse", grad_lse)):
         call.add(name, tensor)
     level, log_sum = call.level(lse)
-    delta = call.empty(B, H, L)
-    saved = {"lse": level, "log_sum": log_sum, "delta": delta}
+    delta, levels = call.empty(B, H, L), call.empty(B, H, L)
+    # Windows alone decide by themselves which rows see nothing.
+    masked = attn_mask is not None or key_padding_mask is not None
+    seen_rows = torch.empty((B, H, L), dtype=torch.uint8, device=call.device) if masked else None
+    saved = {"lse": level, "log_sum": log_sum, "delta": delta, "levels": levels, "seen_rows": seen_rows}
 
     config = choose_config(GRAD_QUERY[architecture(call.device)], call.dtype, call.width)
     places = call.places(config)[0]

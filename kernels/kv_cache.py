@@ -13,13 +13,14 @@ import torch
 import triton
 import triton.language as tl
 from fastattn.kernels._attention_tiles import (
+    block_at,
+    blocks_of,
     clip,
     finish_rows,
     rows_see,
     scores_of,
     seen_keys,
     softmax_step,
-    stretch,
 )
 from fastattn.kernels._common import (
     INTERPRETED,
@@ -167,6 +168,8 @@ def attend_kernel(
     blocks = tl.maximum((end + BLOCK_K - 1) // BLOCK_K - begin // BLOCK_K, 0)
     share = (blocks + splits - 1) // splits * BLOCK_K
     own = begin // BLOCK_K * BLOCK_K + split * share
+    begin, end = tl.maximum(begin, own), tl.minimum(end, own + share)
+    inner, outer = tl.maximum(inner, begin), tl.minimum(outer, end)
 
     slope = None
     if alibi is not None:
@@ -183,35 +186,35 @@ def attend_kernel(
         at[:, None] + channels[None, :] * query_stride[3],
         mask=in_tile[:, None] & (channels < D)[None, :], other=0.0,
     )  # fmt: skip
-    for part_of_keys in tl.static_range(3):
-        if part_of_keys != 0 or left is not None:
-            start, stop = stretch(part_of_keys, begin, inner, outer, end, BLOCK_K)
-            for column in range(tl.maximum(start, own), tl.minimum(stop, own + share), BLOCK_K):
-                present = (column + c >= begin) & (column + c < end)
-                page, at_row, row = b, column, c
-                if table is not None:
-                    entry = table + b * table_stride[0]
-                    if BLOCKS_IN_PAGES:
-                        page = tl.load(entry + tl.cast(column // page_size, tl.int64) * table_stride[1])
-                        at_row = column % page_size
-                    else:
-                        entry += ((column + c) // page_size).to(tl.int64) * table_stride[1]
-                        page = tl.load(entry, mask=present, other=0)[:, None]
-                        at_row, row = 0, ((column + c) % page_size).to(tl.int64)
-                    page = clip(page.to(tl.int64), pages - 1)
-                k = load_rows(key_cache, key_cache_stride, page, shared, at_row, row, channels, present, D,
-                    BLOCK_D, part_of_keys != 1,
-                )  # fmt: skip
-                dots = product(q, tl.trans(k), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
-                score, _, _ = scores_of(
-                    dots, b, h, i[:, None], c[None, :], 0, column, L, S, offset, left, right, None, None,
-                    None, slope, scale, softcap, SOFTCAP, part_of_keys != 1,
-                )  # fmt: skip
-                weights, rescale, top, total = softmax_step(score, top, total)
-                v = load_rows(value_cache, value_cache_stride, page, shared, at_row, row, value_channels,
-                    present, DV, BLOCK_DV, part_of_keys != 1,
-                )  # fmt: skip
-                result = product(weights, v, result * rescale[:, None], PRECISION, UPCAST)
+    for inside in tl.static_range(2):
+        begin_at, count, before, gap = blocks_of(inside, begin, inner, outer, end, BLOCK_K, False)
+        for block in range(0, count):
+            column = block_at(block, begin_at, before, gap, BLOCK_K)
+            present = (column + c >= begin) & (column + c < end)
+            page, at_row, row = b, column, c
+            if table is not None:
+                entry = table + b * table_stride[0]
+                if BLOCKS_IN_PAGES:
+                    page = tl.load(entry + tl.cast(column // page_size, tl.int64) * table_stride[1])
+                    at_row = column % page_size
+                else:
+                    entry += ((column + c) // page_size).to(tl.int64) * table_stride[1]
+                    page = tl.load(entry, mask=present, other=0)[:, None]
+                    at_row, row = 0, ((column + c) % page_size).to(tl.int64)
+                page = clip(page.to(tl.int64), pages - 1)
+            k = load_rows(key_cache, key_cache_stride, page, shared, at_row, row, channels, present, D,
+                BLOCK_D, inside == 0,
+            )  # fmt: skip
+            dots = product(q, tl.trans(k), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
+            score, _, _ = scores_of(
+                dots, b, h, i[:, None], c[None, :], 0, column, L, S, offset, left, right, None, None,
+                None, slope, scale, softcap, SOFTCAP, inside == 0,
+            )  # fmt: skip
+            weights, rescale, top, total = softmax_step(score, top, total)
+            v = load_rows(value_cache, value_cache_stride, page, shared, at_row, row, value_channels,
+                present, DV, BLOCK_DV, inside == 0,
+            )  # fmt: skip
+            result = product(weights, v, result * rescale[:, None], PRECISION, UPCAST)
 
     if part is not None:
         at = (split * (tl.num_programs(0) // splits // tiles) + n) * rows + x
