@@ -116,6 +116,13 @@ MAIN = [
     Case(torch.float32, 256, "dot, divided rows", "graph attention"),
     Case(torch.bfloat16, 64, "causal", "linear attention"),
 ]
+# What docs/triton.md shows.
+DOCUMENTED = [
+    *(Case(torch.bfloat16, D) for D in (64, 128, 256)),
+    *(Case(dtype, D) for dtype in (torch.float16, torch.float32) for D in (64, 128)),
+    *(Case(torch.bfloat16, 128, options) for options in ("plain", "window", "boolean mask", "packed")),
+    Case(torch.bfloat16, 128, "pages", "attention over a cache"),
+]
 EVERYTHING = (
     MAIN
     + [
@@ -369,8 +376,16 @@ def compile_all(targets: list[str], cases: list[Case], jobs: int) -> Iterator[Ro
             yield from rows
 
 
-def _text(x) -> str:
-    return ("no", "yes")[x] if isinstance(x, bool) else str(x)
+def _line(cells) -> str:
+    return f"| {' | '.join(('no', 'yes')[x] if isinstance(x, bool) else str(x) for x in cells)} |"
+
+
+def _replace_table(path: Path, table: list[str]) -> None:
+    """The table with this heading becomes another one."""
+    lines = path.read_text().splitlines()
+    first = lines.index(table[0])
+    after = next((n for n in range(first, len(lines)) if not lines[n].startswith("|")), len(lines))
+    path.write_text("\n".join([*lines[:first], *table, *lines[after:]]) + "\n")
 
 
 def main() -> int:
@@ -380,6 +395,9 @@ def main() -> int:
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
     parser.add_argument("--family", action="append", choices=FAMILIES, help="default: all")
     parser.add_argument("--main", action="store_true", help="only the configurations that tests compile")
+    parser.add_argument(
+        "--update", type=Path, metavar="FILE", help="replaces the table in docs/triton.md by its cases"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes, default 2")
     options = parser.parse_args()
     if INTERPRETED:
@@ -388,10 +406,15 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}")
-    cases = [c for c in (MAIN if options.main else EVERYTHING) if c.family in (options.family or FAMILIES)]
+    chosen = MAIN if options.main else DOCUMENTED if options.update else EVERYTHING
+    cases = [c for c in chosen if c.family in (options.family or FAMILIES)]
+    table = [_line(HEADER), "|" + "---|" * len(HEADER)]
+    print(*table, sep="\n")
     for row in compile_all(options.target or [*TARGETS], cases, options.jobs):
-        print(f"| {' | '.join(_text(x) for x in row)} |", flush=True)
+        table.append(_line(row))
+        print(table[-1], flush=True)
+    if options.update:
+        _replace_table(options.update, table)
     return 0
 
 

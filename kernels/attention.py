@@ -23,24 +23,33 @@ from fastattn._choose import TRITON_HEAD_DIM
 __all__ = ["attention_backward", "attention_forward", "attention_weights"]
 
 # Launch tables: by architecture, then the first row whose element size (bytes) and tile width (channels, the
-# wider of D and Dv as a power of two) hold the call. First guesses, of which some spill registers
-# (`python -m fastattn.kernels`); no GPU has measured them yet.
-# - 128 query rows over 8 warps are two warpgroups of 64 rows each, the shape of Hopper's wgmma; Ampere and
-#   CDNA have smaller matrix instructions, and less shared memory (163 KB and 64 KB, not 227 KB) for stages.
+# wider of D and Dv as a power of two; a mask counts as as many again) hold the call. No GPU has measured
+# them: they are the largest of the tiles that were tried which keep everything in registers, as
+# `python -m fastattn.kernels` shows.
+# - a warp holds 16 rows of a product's left side, so that 4 warps go with 64 rows and 8 with 128: with fewer
+#   rows two warps compute the same. On Hopper 4 warps are a warpgroup, the unit of wgmma.
+# - Ampere and CDNA have less shared memory (163 KB and 64 KB, not 227 KB) for stages, and Ampere also holds
+#   the right sides of products in registers: narrower blocks.
 # - float32 forms its products on the ordinary units and holds both operands in registers: small tiles.
-# - the gradients of keys and values are two accumulators of a tile's width: smaller tiles again.
+# - the gradients of keys and values are two accumulators of a tile's width, half of all registers at 128 rows
+#   and channels: few query rows at a time.
 # - the interpreter's time goes by operations, its tests are about edges of tiles: small but not smallest.
 Table = dict[str, tuple[tuple[int, int, Config], ...]]
 FORWARD: Table = {
     "cuda:80": (
-        (2, 64, Config(128, 64, 4, 3)), (2, 128, Config(128, 64, 8, 3)), (2, 256, Config(64, 32, 4, 2)),
+        (2, 64, Config(128, 64, 8, 3)), (2, 128, Config(128, 32, 8, 3)), (2, 256, Config(64, 32, 4, 2)),
         (2, 512, Config(32, 16, 4, 2)), (4, 64, Config(64, 32, 4, 2)), (4, 128, Config(32, 32, 4, 2)),
         (4, 512, Config(16, 16, 4, 1)), (8, 512, Config(16, 16, 4, 1)),
     ),
     "cuda:90": (
-        (2, 64, Config(128, 128, 8, 3)), (2, 128, Config(128, 64, 8, 3)), (2, 256, Config(64, 64, 4, 2)),
+        (2, 64, Config(128, 128, 8, 3)), (2, 128, Config(128, 64, 8, 3)), (2, 256, Config(128, 32, 8, 2)),
         (2, 512, Config(64, 32, 8, 1)), (4, 64, Config(64, 32, 4, 2)), (4, 128, Config(32, 32, 4, 2)),
         (4, 512, Config(16, 16, 4, 1)), (8, 512, Config(16, 16, 4, 1)),
+    ),
+    "cuda:100": (
+        (2, 128, Config(128, 64, 8, 3)), (2, 256, Config(64, 64, 4, 2)), (2, 512, Config(64, 32, 8, 1)),
+        (4, 64, Config(64, 32, 4, 2)), (4, 128, Config(32, 32, 4, 2)), (4, 512, Config(16, 16, 4, 1)),
+        (8, 512, Config(16, 16, 4, 1)),
     ),
     "hip": (
         (2, 64, Config(64, 64, 4, 1)), (2, 128, Config(32, 64, 4, 1)), (2, 256, Config(32, 32, 4, 1)),
@@ -51,12 +60,16 @@ FORWARD: Table = {
 }  # fmt: skip
 GRAD_QUERY: Table = {
     "cuda:80": (
-        (2, 64, Config(64, 64, 4, 2)), (2, 128, Config(64, 64, 8, 2)), (2, 256, Config(32, 32, 4, 1)),
+        (2, 64, Config(128, 64, 8, 2)), (2, 128, Config(128, 32, 8, 2)), (2, 256, Config(32, 32, 4, 1)),
         (2, 512, Config(16, 16, 4, 1)), (4, 64, Config(32, 32, 4, 1)), (4, 512, Config(16, 16, 4, 1)),
         (8, 512, Config(16, 16, 4, 1)),
     ),
     "cuda:90": (
-        (2, 64, Config(64, 128, 8, 2)), (2, 128, Config(64, 128, 8, 2)), (2, 256, Config(64, 64, 8, 1)),
+        (2, 128, Config(128, 64, 8, 2)), (2, 256, Config(64, 32, 4, 1)), (2, 512, Config(16, 16, 4, 1)),
+        (4, 64, Config(32, 32, 4, 1)), (4, 512, Config(16, 16, 4, 1)), (8, 512, Config(16, 16, 4, 1)),
+    ),
+    "cuda:100": (
+        (2, 64, Config(128, 64, 8, 1)), (2, 128, Config(128, 64, 8, 2)), (2, 256, Config(64, 32, 4, 1)),
         (2, 512, Config(16, 16, 4, 1)), (4, 64, Config(32, 32, 4, 1)), (4, 512, Config(16, 16, 4, 1)),
         (8, 512, Config(16, 16, 4, 1)),
     ),
@@ -69,12 +82,16 @@ GRAD_QUERY: Table = {
 }  # fmt: skip
 GRAD_KEY_VALUE: Table = {
     "cuda:80": (
-        (2, 64, Config(64, 64, 4, 2)), (2, 128, Config(32, 64, 4, 2)), (2, 256, Config(16, 32, 4, 1)),
+        (2, 128, Config(16, 128, 8, 2)), (2, 256, Config(16, 64, 4, 2)), (2, 512, Config(16, 16, 4, 1)),
+        (4, 64, Config(32, 32, 4, 1)), (4, 512, Config(16, 16, 4, 1)), (8, 512, Config(16, 16, 4, 1)),
+    ),
+    "cuda:90": (
+        (2, 64, Config(32, 128, 8, 2)), (2, 128, Config(16, 128, 8, 2)), (2, 256, Config(16, 64, 8, 2)),
         (2, 512, Config(16, 16, 4, 1)), (4, 64, Config(32, 32, 4, 1)), (4, 512, Config(16, 16, 4, 1)),
         (8, 512, Config(16, 16, 4, 1)),
     ),
-    "cuda:90": (
-        (2, 64, Config(32, 128, 8, 2)), (2, 128, Config(32, 64, 8, 2)), (2, 256, Config(32, 64, 8, 1)),
+    "cuda:100": (
+        (2, 64, Config(32, 128, 8, 2)), (2, 128, Config(16, 128, 8, 1)), (2, 256, Config(16, 64, 8, 1)),
         (2, 512, Config(16, 16, 4, 1)), (4, 64, Config(32, 32, 4, 1)), (4, 512, Config(16, 16, 4, 1)),
         (8, 512, Config(16, 16, 4, 1)),
     ),
@@ -86,7 +103,6 @@ GRAD_KEY_VALUE: Table = {
     "interpreter": ((8, 512, Config(32, 32, 1, 1)),),
 }  # fmt: skip
 for table in (FORWARD, GRAD_QUERY, GRAD_KEY_VALUE):
-    table["cuda:100"] = table["cuda:90"]  # tcgen05 takes the shapes of wgmma
     table["xpu"] = table["cuda:80"]  # nothing is known of it; the small tiles
 
 
@@ -145,6 +161,8 @@ class _Call:
             )
         self.float_mask = attn_mask is not None and attn_mask.dtype != torch.bool
         self.width = block_of(max(D, DV))
+        if attn_mask is not None:  # whose offsets and elements take the registers of as many channels again
+            self.width = min(2 * self.width, TRITON_HEAD_DIM)
         self.dtype, self.wide, self.device = query.dtype, wide, query.device
         strided = {
             "query": query, "key": key, "value": value, "mask": attn_mask, "padding": key_padding_mask,

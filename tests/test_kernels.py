@@ -18,13 +18,32 @@ def compiled(run_python, target, *families) -> list[dict[str, str]]:
     return [dict(zip(header, line, strict=True)) for line in lines]
 
 
-def test_the_main_configuration_compiles_for_hopper(run_python):
+# The matrix instruction, and the shared memory of a program in KB.
+LIMITS = {
+    "cuda:80": ("mma.sync", 163), "cuda:90": ("wgmma", 227), "cuda:100": ("tcgen05.mma", 227),
+    "hip:gfx942": ("v_mfma", 64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("target", LIMITS)
+def test_softmax_attention_compiles(run_python, target):
     """Within shared memory, on its matrix instruction, without spills and with loads of 128 bits."""
-    rows = compiled(run_python, "cuda:90", "attention")
+    rows = compiled(run_python, target, "attention")
     assert [row["kernel"] for row in rows] == ["forward", "grad_query", "grad_key_value"]
+    matrix, shared = LIMITS[target]
     for row in rows:
-        assert int(row["shared bytes"]) <= 227 << 10 and int(row["spilled bytes"]) == 0, row
-        assert row["matrix"] == "wgmma" and row["128-bit loads"] == "yes", row
+        assert int(row["shared bytes"]) <= shared << 10 and int(row["spilled bytes"]) == 0, row
+        assert row["matrix"] == matrix and row["128-bit loads"] == "yes", row
+
+
+@pytest.mark.parametrize("target", ("cuda:90", "hip:gfx942"))
+def test_attention_over_a_cache_compiles(run_python, target):
+    """Decoding, on the older matrix instruction because of its few rows, and a prompt."""
+    rows = compiled(run_python, target, "attention over a cache")
+    assert {row["kernel"] for row in rows} == {"append", "attend", "join"}
+    for row in rows:
+        assert int(row["spilled bytes"]) == 0 and row["128-bit loads"] == "yes", row
+        assert row["kernel"] != "attend" or row["matrix"] in ("mma.sync", LIMITS[target][0]), row
 
 
 # Those that read features; the others, and the joins of few parts, read numbers.
