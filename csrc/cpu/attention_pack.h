@@ -185,24 +185,27 @@ inline bool row_is_finite(const T* row, int64_t stride, int64_t columns) {
 template <class S, class T>
 inline bool key_rows(const Problem<T>& problem, const View& view, int64_t columns, int64_t b, int64_t hk,
                      int64_t begin, int64_t end, const S** rows) {
-  bool any = false;
-  uint8_t shown[kBlock];
-  // Of the two questions the cheaper one comes first: reading every row costs as much as decoding does.
-  const bool known = problem.masked && problem.mask_rows() <= problem.quick_mask_rows();
-  if (known) problem.find_shown(b, hk, begin, end, shown);
-  auto must_not_count = [&](int64_t j, const S* row) {
-    if (known) return !shown[j - begin] && !row_is_finite(row, view.stride[3], columns);
-    return !row_is_finite(row, view.stride[3], columns) && !problem.key_is_seen(b, hk, j);
-  };
-  for (int64_t j = begin; j < end;) {
+  const int64_t first = max(begin, problem.key_begin), last = max(first, min(end, problem.key_end));
+  for (int64_t j = begin; j < end; ++j)
+    if (j < first || j >= last) rows[j - begin] = nullptr;
+  // Plain clips tiles to the band exactly, so that keys outside it are not touched.
+  bool any = kPairs<T> && last - first < end - begin;
+  for (int64_t j = first; j < last;) {
     const S* row = static_cast<const S*>(view.data) + problem.key_offset(view, b, hk, j);
-    for (const int64_t piece = min(end, problem.piece_end(j)); j < piece; ++j, row += view.stride[2]) {
-      const bool visible = j >= problem.key_begin && j < problem.key_end;
-      const bool hidden = !visible || (problem.masked && must_not_count(j, row));
-      rows[j - begin] = hidden ? nullptr : row;
-      // Plain clips tiles to the band exactly, so that keys outside it are not touched.
-      any |= hidden && (kPairs<T> || visible);
-    }
+    for (const int64_t piece = min(last, problem.piece_end(j)); j < piece; ++j, row += view.stride[2])
+      rows[j - begin] = row;
+  }
+  if (!problem.masked) return any;
+  // Of the two questions the cheaper one comes first: reading every row costs as much as decoding does.
+  uint8_t shown[kBlock];
+  const bool known = problem.knows_shown_keys_sooner(end - begin);
+  if (known) problem.find_shown(b, hk, begin, end, shown);
+  for (int64_t j = first; j < last; ++j) {
+    if (known && shown[j - begin]) continue;
+    if (row_is_finite(rows[j - begin], view.stride[3], columns)) continue;
+    if (!known && problem.key_is_seen(b, hk, j)) continue;
+    rows[j - begin] = nullptr;
+    any = true;
   }
   return any;
 }

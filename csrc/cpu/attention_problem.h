@@ -149,13 +149,12 @@ struct Problem {
       if (mask_shows(b, h, i, j)) return true;
     return false;
   }
-  // Rows of the mask that the queries of one key/value head have between them.
-  int64_t mask_rows() const {
-    if (!p.mask.data) return 1;
-    return (p.mask.stride[1] ? group : 1) * (p.mask.stride[2] ? p.L : 1);
+  // Whether find_shown is quicker than finding that keys and values are finite.
+  bool knows_shown_keys_sooner(int64_t keys) const {
+    int64_t rows = 1;  // of the mask, that the queries of one key/value head have between them
+    if (p.mask.data) rows = (p.mask.stride[1] ? group : 1) * (p.mask.stride[2] ? p.L : 1);
+    return rows <= 8 || rows * (keys + 16) <= keys * p.D * (p.mask.dtype == DType::boolean ? 4 : 1);
   }
-  // As many of them are read as fast as it is found that a key and a value are finite.
-  int64_t quick_mask_rows() const { return max(8, (p.mask.dtype == DType::boolean ? 4 : 1) * p.D); }
   // Which of the keys [begin, end) the masks show to some query that reads key/value head hk, among keys in
   // reach of any: the quick way where there are few rows.
   void find_shown(int64_t b, int64_t hk, int64_t begin, int64_t end, uint8_t* shown) const {
