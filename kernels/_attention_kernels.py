@@ -287,7 +287,7 @@ def grad_key_value_kernel(
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one key/value head: their gradients, over all query heads that share it."""
-    ACCURATE: tl.constexpr = tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32
+    ACCURATE: tl.constexpr = tl.float64 if key.dtype.element_ty == tl.float64 else tl.float32
     PADDED: tl.constexpr = padding is not None
     HIDING: tl.constexpr = mask is not None or padding is not None
     total_rows = L

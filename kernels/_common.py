@@ -176,18 +176,24 @@ def load_rows(
     CHECK: tl.constexpr,
 ):  # fmt: skip
     """Rows ``first + rows`` of the matrix (b, h), WIDTH columns in a tile of BLOCK; under CHECK zeros where a
-    row is not ``shown``. b and h have 64 bits."""
-    at = _rows_at(base, stride, b, h, first, rows, columns)
-    if CHECK:
-        if WIDTH == BLOCK:
-            tile = tl.load(at, mask=shown[:, None], other=0.0)
-        else:
-            tile = tl.load(at, mask=shown[:, None] & (columns < WIDTH)[None, :], other=0.0)
+    row is not ``shown``. b and h have 64 bits. Without ``stride`` base is a tensor descriptor, and the memory
+    unit finds the addresses and reads zeros behind the ends."""
+    if stride is None:
+        tile = base.load([b.to(tl.int32), h.to(tl.int32), first, 0]).reshape(rows.shape[0], BLOCK)
+        if CHECK:
+            tile = tl.where(shown[:, None], tile, 0.0)
     else:
-        if WIDTH == BLOCK:
-            tile = tl.load(at)
+        at = _rows_at(base, stride, b, h, first, rows, columns)
+        if CHECK:
+            if WIDTH == BLOCK:
+                tile = tl.load(at, mask=shown[:, None], other=0.0)
+            else:
+                tile = tl.load(at, mask=shown[:, None] & (columns < WIDTH)[None, :], other=0.0)
         else:
-            tile = tl.load(at, mask=(columns < WIDTH)[None, :], other=0.0)
+            if WIDTH == BLOCK:
+                tile = tl.load(at)
+            else:
+                tile = tl.load(at, mask=(columns < WIDTH)[None, :], other=0.0)
     return tile
 
 

@@ -17,6 +17,7 @@ from fastattn.kernels._common import (
     precision,
 )
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastattn._choose import TRITON_HEAD_DIM
 
@@ -105,6 +106,13 @@ GRAD_KEY_VALUE: Table = {
 for table in (FORWARD, GRAD_QUERY, GRAD_KEY_VALUE):
     table["xpu"] = table["cuda:80"]  # nothing is known of it; the small tiles
 
+
+# What inner loops read, the rows of a block and its channels; and the architectures where they read it
+# through tensor descriptors, with the largest element. These take the addresses out of the registers: the
+# forward with 128 channels needs 178 of them instead of 248 on sm_90. Larger elements have not been tried.
+KEYS = (("key", "BLOCK_K", "BLOCK_D"), ("value", "BLOCK_K", "BLOCK_DV"))
+QUERIES = (("query", "BLOCK_Q", "BLOCK_D"), ("grad_out", "BLOCK_Q", "BLOCK_DV"))
+DESCRIPTORS = {"cuda:90": 2, "cuda:100": 2, "interpreter": 8}
 
 # Masks' gradients are added in this many chunks where the mask has few tiles of its own: enough for any GPU,
 # and independent of it, so that the order of summation is too.
@@ -196,11 +204,32 @@ class _Call:
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.wide, device=self.device)
 
-    def launch(self, kernel, table: Table, programs, **more) -> None:
-        """``programs`` is their number, given the tile. A kernel gets those of the arguments that it has."""
+    def launch(self, kernel, table: Table, programs, streamed=(), **more) -> None:
+        """``programs`` is their number, given the tile. A kernel gets those of the arguments that it has.
+
+        ``streamed`` are the tensors that its inner loop reads block after block.
+        """
         config = choose_config(table[architecture(self.device)], self.dtype, self.width)
         given = {**self.arguments, "BLOCK_Q": config.BLOCK_Q, "BLOCK_K": config.BLOCK_K, **more}
+        for name, rows, width in streamed:
+            if self.describes(given[name]):
+                tensor, block = given[name], [1, 1, given[rows], given[width]]
+                given[name] = TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
+                given[f"{name}_stride"] = None
         launch(kernel, programs(config), config, **{n: given[n] for n in kernel.arg_names})
+
+    def describes(self, tensor: Tensor | None) -> bool:
+        """Whether a tensor descriptor can hold it, and should."""
+        if tensor is None or self.bounds is not None:
+            return False
+        size = tensor.itemsize
+        return (
+            size <= DESCRIPTORS.get(architecture(self.device), 0)
+            and tensor.stride(3) == 1
+            and all(s > 0 and s * size % 16 == 0 for s in tensor.stride()[:3])
+            and tensor.numel() > 0
+            and tensor.data_ptr() % 16 == 0
+        )
 
     def tiles(self, config: Config) -> tuple[int, int]:
         return -(-self.L // config.BLOCK_Q), -(-self.S // config.BLOCK_K)
@@ -249,8 +278,9 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, *args) -> tuple
     lse = call.empty(call.B, call.H, call.L)
     call.add("out", out)
     call.launch(
-        kernels.forward_kernel, FORWARD, lambda config: call.H * call.places(config)[0], lse=lse, log_sum=None
-    )
+        kernels.forward_kernel, FORWARD, lambda config: call.H * call.places(config)[0], KEYS, lse=lse,
+        log_sum=None,
+    )  # fmt: skip
     return out, lse
 
 
@@ -292,12 +322,12 @@ def attention_backward(
     alibi_sum = call.empty(H, places) if alibi_grad else None
     sinks_sum = call.empty(H, places) if sinks_grad else None
     call.launch(
-        kernels.grad_query_kernel, GRAD_QUERY, lambda config: H * places, alibi_sum=alibi_sum,
+        kernels.grad_query_kernel, GRAD_QUERY, lambda config: H * places, KEYS, alibi_sum=alibi_sum,
         sinks_sum=sinks_sum, **saved,
     )  # fmt: skip
     call.launch(
         kernels.grad_key_value_kernel, GRAD_KEY_VALUE,
-        lambda config: key.shape[1] * call.places(config)[1], **saved,
+        lambda config: key.shape[1] * call.places(config)[1], QUERIES, **saved,
     )  # fmt: skip
     grad_mask, grad_alibi, grad_sinks = query.new_empty(0), query.new_empty(0), query.new_empty(0)
     if mask_grad:

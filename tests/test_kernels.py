@@ -1,8 +1,12 @@
 """Triton kernels compiled for GPUs that are not there: `python -m fastattn.kernels` and what it finds."""
 
+import importlib
 import sys
 
 import pytest
+import torch
+from attention_cases import call, make_case
+from operator_checks import assert_same, running
 
 from fastattn import _triton
 
@@ -64,3 +68,16 @@ def test_kernels_of_graphs_compile(run_python, target):
 def test_nothing_is_compiled_in_the_interpreter(run_python):
     done = run_python("-m", "fastattn.kernels", check=False, TRITON_INTERPRET="1")
     assert done.returncode == 1 and "TRITON_INTERPRET" in done.stderr
+
+
+def test_tensor_descriptors_change_no_bit(monkeypatch):
+    with running("triton"):
+        kernels = importlib.import_module("fastattn.kernels.attention")
+        used, describe = [], kernels.TensorDescriptor
+        monkeypatch.setattr(kernels, "TensorDescriptor", lambda *args: used.append(args) or describe(*args))
+        case = make_case(1, 4, 2, 40, 70, 12, 20, torch.float32, window_size=(20, 3), padding=True)
+        described = call(case, "triton")
+        assert len(used) == 6  # keys and values forward, for queries' gradient, and queries for theirs
+        monkeypatch.setattr(kernels, "DESCRIPTORS", {})
+        assert_same(call(case, "triton"), described)
+        assert len(used) == 6
