@@ -1,11 +1,10 @@
 """Linear attention in Triton: the registered ops of fastattn/ops/_linear_attention_autograd.py.
 
-Output and gradients are walks over chunks of tokens (kernels/_chunks.py). The state lives in registers, a
-tile of its columns per program. Where sequences and heads are too few to occupy a GPU, or order does not
-matter, sequences are cut into segments: a walk without results finds what each adds to the state, these are
-added up, and the walks with results start from there. A token alone needs no product of matrices: a step
-reads the state once and writes it once. Every number has one writer and one order of summation: no atomics,
-repeatable bit by bit.
+Output and gradients are walks over chunks of tokens. The state lives in registers, a tile of its columns per
+program. Where sequences and heads are too few to occupy a GPU, or order does not matter, sequences are cut
+into segments: a walk without results finds what each adds to the state, these are added up, and the walks
+with results start from there. A token alone needs no product of matrices: a step reads the state once and
+writes it once. Every number has one writer and one order of summation: no atomics, repeatable bit by bit.
 
 Katharopoulos et al., arXiv:2006.16236.
 """
@@ -15,7 +14,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from fastattn.kernels._chunks import LENGTHS, add_up, feature, grad_den, quotient, walk
 from fastattn.kernels._common import (
     INTERPRETED,
     architecture,
@@ -25,6 +23,7 @@ from fastattn.kernels._common import (
     launch,
     precision,
 )
+from fastattn.kernels._linear_attention_kernels import add_up, grad_den, step, walk
 from torch import Tensor
 
 from fastattn._choose import KERNEL_DTYPES, TRITON_HEAD_DIM
@@ -79,73 +78,23 @@ BLOCK = 1024  # elements of a state that a program of the scan adds up
 STEP_ELEMENTS = 1024 if INTERPRETED else 4096  # and of one that a program of the step holds: 32 per thread
 
 
-@triton.jit(do_not_specialize=LENGTHS)
-def _step(
-    query, key, value, kv, z, decay, out, new_kv, new_z, query_stride, key_stride, value_stride, kv_stride,
-    z_stride, decay_stride, new_kv_stride, new_z_stride, H, group, eps: tl.float64, scale: tl.float64,
-    NORMALIZE: tl.constexpr, MAP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    COLUMNS: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """One token of one head, and TILES tiles of COLUMNS of its state: read once, written once."""
-    ACCURATE: tl.constexpr = kv.dtype.element_ty
-    PROGRAMS: tl.constexpr = (DV + COLUMNS * TILES - 1) // (COLUMNS * TILES) if DV > 0 else 1
-    tile = tl.program_id(0) % PROGRAMS
-    head = (tl.program_id(0) // PROGRAMS).to(tl.int64)
-    b, h = head // H, head % H
-    hk = h // group
-    eps, scale = tl.full([], eps, ACCURATE), tl.full([], scale, ACCURATE)
-    d = tl.arange(0, BLOCK_D).to(tl.int64)
-    inside = d < D
-    q = tl.load(
-        query + b * query_stride[0] + h * query_stride[1] + d * query_stride[2], mask=inside, other=0.0
-    )
-    k = tl.load(key + b * key_stride[0] + hk * key_stride[1] + d * key_stride[2], mask=inside, other=0.0)
-    q, k = feature(q.to(ACCURATE), MAP), feature(k.to(ACCURATE), MAP)
-    q, k = tl.where(inside, q, 0.0), tl.where(inside, k, 0.0)
-    total = tl.load(z + b * z_stride[0] + h * z_stride[1] + d * z_stride[2], mask=inside, other=0.0)
-    kept = tl.full([], 1, ACCURATE)
-    if decay is not None:
-        kept = tl.exp(tl.load(decay + b * decay_stride[0] + h * decay_stride[1]).to(ACCURATE))
-        total = tl.where(kept > 0, total, 0.0) * kept
-    total += k
-    at = new_z + b * new_z_stride[0] + h * new_z_stride[1] + d * new_z_stride[2]
-    tl.store(at, total, mask=d < tl.where(tile == 0, D, 0))
-    den = None
-    if NORMALIZE:
-        den = tl.sum(q * total, 0)
-    factor, live = quotient(den, head >= 0, eps, scale)
-    kv += b * kv_stride[0] + h * kv_stride[1]
-    new_kv += b * new_kv_stride[0] + h * new_kv_stride[1]
-    for column in range(tile * TILES * COLUMNS, (tile + 1) * TILES * COLUMNS, COLUMNS):
-        c = column + tl.arange(0, COLUMNS).to(tl.int64)
-        of_state = inside[:, None] & (c < DV)[None, :]
-        v = tl.load(
-            value + b * value_stride[0] + hk * value_stride[1] + c * value_stride[2], mask=c < DV, other=0.0
-        )
-        state = tl.load(kv + d[:, None] * kv_stride[2] + c[None, :] * kv_stride[3], mask=of_state, other=0.0)
-        if decay is not None:
-            state = tl.where(kept > 0, state, 0.0) * kept
-        state += k[:, None] * v.to(ACCURATE)[None, :]
-        tl.store(new_kv + d[:, None] * new_kv_stride[2] + c[None, :] * new_kv_stride[3], state, mask=of_state)
-        result = tl.where(live, tl.sum(q[:, None] * state, 0) * factor, 0.0)
-        tl.store(out + head * DV + c, result.to(out.dtype.element_ty), mask=c < DV)
-
-
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _operand(dtype: torch.dtype) -> tuple[tl.dtype, str]:
-    """What products are formed from.
+def _operand(dtype: torch.dtype) -> tuple[tl.dtype, int, str]:
+    """What products are formed from, the last bits of it that they do not read, and their precision.
 
     Sums over long sequences leave the range of float16, and gradients of quotients by them do on the other
-    side: TF32 has its precision and the range of float32. The interpreter cannot compute with bfloat16.
+    side: TF32 has its precision and the range of float32. The interpreter cannot compute with bfloat16; its
+    float32 has the same bits there.
     """
-    if dtype == torch.bfloat16 and not INTERPRETED:
-        return tl.bfloat16, "ieee"
-    if dtype == torch.float16:
-        return tl.float32, "ieee" if torch.version.hip else "tf32"
-    return tl.float64 if dtype == torch.float64 else tl.float32, precision(dtype)
+    if dtype == torch.bfloat16:
+        return (tl.float32, 16, "ieee") if INTERPRETED else (tl.bfloat16, 0, "ieee")
+    form = precision(dtype)
+    if dtype == torch.float16 and not torch.version.hip:
+        form = "tf32"
+    return tl.float64 if dtype == torch.float64 else tl.float32, 13 if form == "tf32" else 0, form
 
 
 def _check_heads(H: int, Hkv: int, D: int) -> None:
@@ -195,7 +144,7 @@ class _Call:
         self.initial, self.causal, self.normalize = (initial_kv, initial_z), causal, normalize
         self.operand = _operand(query.dtype)
         seen_from = None if initial_kv is not None else self.seen_from(key_padding_mask)
-        table = WALK_TF32 if self.operand[1] == "tf32" else WALK
+        table = WALK_TF32 if self.operand[2] == "tf32" else WALK
         self.tile = choose_config(
             table[architecture(self.device)], query.dtype, block_of(max(D, self.DV))
         )  # fmt: skip
@@ -207,7 +156,7 @@ class _Call:
             "seen_from": seen_from, "cu_seqlens": cu_seqlens, "den": None, "delta": None, "B": B, "H": H,
             "group": H // max(self.Hkv, 1), "L": L, "eps": float(eps), "scale": float(scale),
             "CAUSAL": causal, "MAP": feature_map, "D": D, "DV": self.DV, "LEAST": LEAST,
-            "OPERAND": self.operand[0], "PRECISION": self.operand[1],
+            "OPERAND": self.operand[0], "DROPPED": self.operand[1], "PRECISION": self.operand[2],
         }  # fmt: skip
 
     def check_state(self, name: str, kv: Tensor | None, z: Tensor | None) -> None:
@@ -392,7 +341,7 @@ def _step_of(
         "new_z": new_z,
     }  # fmt: skip
     launch(
-        _step, B * H * (tiles // each), Tile(1, COLUMNS, 4, 2), **tensors,
+        step, B * H * (tiles // each), Tile(1, COLUMNS, 4, 2), **tensors,
         **{f"{n}_stride": None if t is None else t.stride() for n, t in tensors.items()}, out=out, H=H,
         group=H // max(Hkv, 1), eps=float(eps), scale=float(scale), NORMALIZE=normalize, MAP=feature_map, D=D,
         DV=DV, BLOCK_D=BLOCK_D, COLUMNS=COLUMNS, TILES=each,

@@ -1,4 +1,6 @@
-"""The walk over the chunks of a sequence that linear attention consists of.
+"""The kernels of linear attention, launched by linear_attention.py.
+
+Output and gradients are one walk over the chunks of a sequence,
 
     result_i = sum over the chunk of (x_i . y_j) u_j + x_i . state,      state = sum of y_j u_j^T so far,
 
@@ -15,14 +17,14 @@ import triton
 import triton.language as tl
 from fastattn.kernels._common import device, load_rows, store_rows
 
-__all__ = ["LENGTHS", "add_up", "feature", "grad_den", "quotient", "walk"]
+__all__ = ["add_up", "grad_den", "step", "walk"]
 
 # Lengths, and what depends on them, are never specialised: a new length must not mean a new compilation.
 LENGTHS = ["B", "H", "group", "T", "L", "segments"]
 
 
 @device
-def feature(x, MAP: tl.constexpr):
+def _feature(x, MAP: tl.constexpr):
     """phi; a NaN stays one, which maximum and minimum would not let it."""
     if MAP == "elu":
         return tl.where(x > 0, x + 1, tl.exp(tl.where(x > 0, 0.0, x)))
@@ -48,8 +50,21 @@ def _slope(x, MAP: tl.constexpr):
 
 
 @device
-def _dot(a, b, total, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    return tl.dot(a.to(OPERAND), b.to(OPERAND), total, input_precision=PRECISION, out_dtype=total.dtype)
+def _operand(x, OPERAND: tl.constexpr, DROPPED: tl.constexpr):
+    """x as products read it: as OPERAND, or float32 without its last bits.
+
+    Tensor cores cut off what TF32 does not have, which would make every sum too small; here it is rounded.
+    """
+    if DROPPED > 0 and x.dtype == tl.float32:
+        bits = x.to(tl.uint32, bitcast=True) + (1 << (DROPPED - 1))
+        return tl.where(x == x, (bits >> DROPPED << DROPPED).to(tl.float32, bitcast=True), x)
+    else:
+        return x.to(OPERAND)
+
+
+@device
+def _dot(a, b, total, PRECISION: tl.constexpr):
+    return tl.dot(a, b, total, input_precision=PRECISION, out_dtype=total.dtype)
 
 
 @device
@@ -59,14 +74,14 @@ def _features(
 ):  # fmt: skip
     """phi of rows, zero where a row is not shown and beyond the last column, whatever phi(0) is."""
     x = load_rows(base, stride, b, h, first, rows, columns, shown, WIDTH, BLOCK, True).to(ACCURATE)
-    x = feature(x, MAP)
+    x = _feature(x, MAP)
     if MAP == "elu" or MAP == "exp":
         x = tl.where(shown[:, None] & (columns < WIDTH)[None, :], x, 0.0)
     return x
 
 
 @device
-def quotient(den, shown, eps, scale):
+def _quotient(den, shown, eps, scale):
     """The factor of numerators, and which rows have one: a denominator of zero, or next to it, has none."""
     if den is None:
         return tl.where(shown, scale, 0.0), shown
@@ -112,7 +127,7 @@ def walk(
     B, H, group, T, L, segments, eps: tl.float64, scale: tl.float64,
     ROLE: tl.constexpr, CAUSAL: tl.constexpr, MAP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_X: tl.constexpr, LEAST: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    OPERAND: tl.constexpr, DROPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One segment of one head, and COLUMNS of its state: the result of a role, or the state at the end.
 
@@ -186,7 +201,7 @@ def walk(
             level = None
             if den is not None:
                 level = tl.load(den + row, mask=has_query, other=0.0)
-            factor, live = quotient(level, has_query, eps, scale)
+            factor, live = _quotient(level, has_query, eps, scale)
             if delta is not None:
                 dden = tl.load(delta + row, mask=has_query, other=0.0)
 
@@ -200,7 +215,7 @@ def walk(
                 x = _grads(grad_out, grad_out_stride, b, h, 0, rows, x_at, factor, live, DV, BLOCK_X)
             else:
                 x = load_rows(value, value_stride, b, hk, 0, rows, x_at, has_key, DV, BLOCK_X, True)
-            x = x.to(OPERAND)
+            x = _operand(x, OPERAND, DROPPED)
         if UPDATE:
             if ROLE == "out":
                 y = _features(key, key_stride, b, hk, 0, rows, x_at, has_key, D, BLOCK_X, MAP, ACCURATE)
@@ -218,7 +233,7 @@ def walk(
                 y = _grads(grad_out, grad_out_stride, b, h, 0, rows, x_at, factor, live, DV, BLOCK_X)
                 u = _features(query, query_stride, b, h, 0, rows, u_at, has_query, D, COLUMNS, MAP, ACCURATE)
                 moved = u
-            y, u = y.to(OPERAND), u.to(OPERAND)
+            y, u = _operand(y, OPERAND, DROPPED), _operand(u, OPERAND, DROPPED)
 
         # With g the sum of log-decays up to a token: from before the chunk into it exp(g), and from it to
         # behind the chunk exp(g_last - g). Decays that erase everything are counted instead of summed: no
@@ -240,7 +255,8 @@ def walk(
                 to_row, from_row = out_of, into
 
         if result is not None:
-            carried = _dot(x, state, tl.zeros([CHUNK, COLUMNS], ACCURATE), OPERAND, PRECISION)
+            carried = _operand(state, OPERAND, DROPPED)
+            carried = _dot(x, carried, tl.zeros([CHUNK, COLUMNS], ACCURATE), PRECISION)
             if ROLE == "out":
                 weight = tl.sum(x.to(ACCURATE) * z[None, :], 1)
             elif ROLE == "grad_key":
@@ -254,7 +270,7 @@ def walk(
                     weight = tl.where(to_row > 0, weight, 0.0) * to_row
             total = carried
             if CAUSAL:
-                weights = _dot(x, tl.trans(y), tl.zeros([CHUNK, CHUNK], ACCURATE), OPERAND, PRECISION)
+                weights = _dot(x, tl.trans(y), tl.zeros([CHUNK, CHUNK], ACCURATE), PRECISION)
                 if ROLE == "grad_query" and delta is not None:
                     weights += dden[:, None]
                 if ROLE == "grad_key" and delta is not None:
@@ -271,16 +287,16 @@ def walk(
                     weights *= tl.exp(tl.where(seen_pair, between, -float("inf")))
                 # Selected, not multiplied by zero: a NaN in a later key stays out of earlier rows.
                 weights = tl.where(seen_pair, weights, 0.0)
-                rounded = weights.to(OPERAND)
+                rounded = _operand(weights, OPERAND, DROPPED)
                 if ROLE == "out":
                     weight += tl.sum(rounded.to(ACCURATE), 1)
-                total = _dot(rounded, u, total, OPERAND, PRECISION)
+                total = _dot(rounded, u, total, PRECISION)
 
             if ROLE == "out":
                 if den is None:
                     total = tl.where(has_query[:, None], total * scale, 0.0)
                 else:
-                    factor, live = quotient(weight, present, eps, scale)
+                    factor, live = _quotient(weight, present, eps, scale)
                     total = tl.where(live[:, None], total * factor[:, None], 0.0)
                     tl.store(den + row, weight, mask=t < tl.where(tile == 0, stop, 0))
             elif ROLE == "grad_value":
@@ -304,12 +320,11 @@ def walk(
                     spot = states + (spot * H + h) * (DV + 1) * D
                     state_at = spot + x_at[:, None] * D + u_at[None, :]
                     z_spot = spot + DV * D + u_at
-                    own = tl.where(shown[:, None] & (u_at < D)[None, :], feature(own, MAP), 0.0)
+                    own = tl.where(shown[:, None] & (u_at < D)[None, :], _feature(own, MAP), 0.0)
                     flow = tl.sum(own * carried, 1)
                     if ROLE == "grad_query":
-                        products = _dot(
-                            own, tl.trans(u), tl.zeros([CHUNK, CHUNK], ACCURATE), OPERAND, PRECISION
-                        )
+                        products = _operand(own, OPERAND, DROPPED)
+                        products = _dot(products, tl.trans(u), tl.zeros([CHUNK, CHUNK], ACCURATE), PRECISION)
                         pairs = tl.where(r[:, None] > r[None, :], products * weights, 0.0)
                         flow += tl.sum(pairs, 1) - tl.sum(pairs, 0)
                         flow += tl.sum(flow, 0) - tl.cumsum(flow, 0)
@@ -330,17 +345,17 @@ def walk(
                 moved *= from_row[:, None]
                 state = tl.where(kept > 0, state, 0.0) * kept
                 z = tl.where(kept > 0, z, 0.0) * kept
-            moved = moved.to(OPERAND)
+            if REVERSE and delta is not None:
+                z += tl.sum(moved * dden[:, None], 0)
+            moved = _operand(moved, OPERAND, DROPPED)
+            if not REVERSE:
+                z += tl.sum(moved.to(ACCURATE), 0)  # rounded, as numerators are: a mean of ones is one
             if ON_FEATURES:
-                state = _dot(tl.trans(moved), u, state, OPERAND, PRECISION)
+                state = _dot(tl.trans(moved), u, state, PRECISION)
             else:
-                state = _dot(tl.trans(y), moved, state, OPERAND, PRECISION)
+                state = _dot(tl.trans(y), moved, state, PRECISION)
             if BLOCK_X > X or TILES * COLUMNS > U:
                 state = tl.where(inside, state, 0.0)  # not zero times infinity
-            if not REVERSE:
-                z += tl.sum(moved.to(ACCURATE), 0)
-            elif delta is not None:
-                z += tl.sum(moved.to(ACCURATE) * dden[:, None], 0)
 
     slot = n * segments + segment
     if end_kv is not None:
@@ -413,7 +428,7 @@ def grad_den(
     r = tl.arange(0, CHUNK).to(tl.int64)
     present = first + r < L
     at = head * L + first + r
-    factor, live = quotient(
+    factor, live = _quotient(
         tl.load(den + at, mask=present, other=0.0), present, tl.full([], eps, ACCURATE), 0.0
     )
     total = tl.zeros([CHUNK, BLOCK_DV], ACCURATE)
@@ -423,3 +438,55 @@ def grad_den(
         y = load_rows(grad_out, grad_out_stride, b, h, first, r, c, live, DV, BLOCK_DV, True)
         total += x * y.to(ACCURATE)
     tl.store(delta + at, tl.where(live, -tl.sum(total, 1) * factor, 0.0), mask=present)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def step(
+    query, key, value, kv, z, decay, out, new_kv, new_z, query_stride, key_stride, value_stride, kv_stride,
+    z_stride, decay_stride, new_kv_stride, new_z_stride, H, group, eps: tl.float64, scale: tl.float64,
+    NORMALIZE: tl.constexpr, MAP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """One token of one head, and TILES tiles of COLUMNS of its state: read once, written once."""
+    ACCURATE: tl.constexpr = kv.dtype.element_ty
+    PROGRAMS: tl.constexpr = (DV + COLUMNS * TILES - 1) // (COLUMNS * TILES) if DV > 0 else 1
+    tile = tl.program_id(0) % PROGRAMS
+    head = (tl.program_id(0) // PROGRAMS).to(tl.int64)
+    b, h = head // H, head % H
+    hk = h // group
+    eps, scale = tl.full([], eps, ACCURATE), tl.full([], scale, ACCURATE)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)
+    inside = d < D
+    q = tl.load(
+        query + b * query_stride[0] + h * query_stride[1] + d * query_stride[2], mask=inside, other=0.0
+    )
+    k = tl.load(key + b * key_stride[0] + hk * key_stride[1] + d * key_stride[2], mask=inside, other=0.0)
+    q, k = _feature(q.to(ACCURATE), MAP), _feature(k.to(ACCURATE), MAP)
+    q, k = tl.where(inside, q, 0.0), tl.where(inside, k, 0.0)
+    total = tl.load(z + b * z_stride[0] + h * z_stride[1] + d * z_stride[2], mask=inside, other=0.0)
+    kept = tl.full([], 1, ACCURATE)
+    if decay is not None:
+        kept = tl.exp(tl.load(decay + b * decay_stride[0] + h * decay_stride[1]).to(ACCURATE))
+        total = tl.where(kept > 0, total, 0.0) * kept
+    total += k
+    at = new_z + b * new_z_stride[0] + h * new_z_stride[1] + d * new_z_stride[2]
+    tl.store(at, total, mask=d < tl.where(tile == 0, D, 0))
+    den = None
+    if NORMALIZE:
+        den = tl.sum(q * total, 0)
+    factor, live = _quotient(den, head >= 0, eps, scale)
+    kv += b * kv_stride[0] + h * kv_stride[1]
+    new_kv += b * new_kv_stride[0] + h * new_kv_stride[1]
+    for column in range(tile * TILES * COLUMNS, (tile + 1) * TILES * COLUMNS, COLUMNS):
+        c = column + tl.arange(0, COLUMNS).to(tl.int64)
+        of_state = inside[:, None] & (c < DV)[None, :]
+        v = tl.load(
+            value + b * value_stride[0] + hk * value_stride[1] + c * value_stride[2], mask=c < DV, other=0.0
+        )
+        state = tl.load(kv + d[:, None] * kv_stride[2] + c[None, :] * kv_stride[3], mask=of_state, other=0.0)
+        if decay is not None:
+            state = tl.where(kept > 0, state, 0.0) * kept
+        state += k[:, None] * v.to(ACCURATE)[None, :]
+        tl.store(new_kv + d[:, None] * new_kv_stride[2] + c[None, :] * new_kv_stride[3], state, mask=of_state)
+        result = tl.where(live, tl.sum(q[:, None] * state, 0) * factor, 0.0)
+        tl.store(out + head * DV + c, result.to(out.dtype.element_ty), mask=c < DV)
