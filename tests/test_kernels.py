@@ -65,6 +65,21 @@ def test_kernels_of_graphs_compile(run_python, target):
             assert row["128-bit loads"] == "yes", row
 
 
+@pytest.mark.parametrize("target", ("cuda:90", "hip:gfx942"))
+def test_linear_attention_compiles(run_python, target):
+    """On matrix instructions, and on Hopper without spills; the kernel of its backward that only reads is not
+    one of products."""
+    rows = compiled(run_python, target, "linear attention")
+    walks = {f"walk {role}" for role in ("out", "grad_query", "grad_value", "grad_key")}
+    assert {row["kernel"] for row in rows} == walks | {"grad_den"}
+    for row in rows:
+        assert row["128-bit loads"] == "yes", row
+        if row["kernel"] in walks:
+            assert row["matrix"] == {"cuda:90": "wgmma", "hip:gfx942": "v_mfma"}[target], row
+        if target == "cuda:90":
+            assert int(row["shared bytes"]) <= 227 << 10 and int(row["spilled bytes"]) == 0, row
+
+
 def test_nothing_is_compiled_in_the_interpreter(run_python):
     done = run_python("-m", "fastattn.kernels", check=False, TRITON_INTERPRET="1")
     assert done.returncode == 1 and "TRITON_INTERPRET" in done.stderr
