@@ -445,7 +445,7 @@ def step(
     query, key, value, kv, z, decay, out, new_kv, new_z, query_stride, key_stride, value_stride, kv_stride,
     z_stride, decay_stride, new_kv_stride, new_z_stride, H, group, eps: tl.float64, scale: tl.float64,
     NORMALIZE: tl.constexpr, MAP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    COLUMNS: tl.constexpr, TILES: tl.constexpr,
+    COLUMNS: tl.constexpr, TILES: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     """One token of one head, and TILES tiles of COLUMNS of its state: read once, written once."""
     ACCURATE: tl.constexpr = kv.dtype.element_ty
@@ -464,6 +464,8 @@ def step(
     q, k = _feature(q.to(ACCURATE), MAP), _feature(k.to(ACCURATE), MAP)
     q, k = tl.where(inside, q, 0.0), tl.where(inside, k, 0.0)
     total = tl.load(z + b * z_stride[0] + h * z_stride[1] + d * z_stride[2], mask=inside, other=0.0)
+    if IN_PLACE:
+        tl.debug_barrier()  # warps that hold the same elements have all read them before one writes
     kept = tl.full([], 1, ACCURATE)
     if decay is not None:
         kept = tl.exp(tl.load(decay + b * decay_stride[0] + h * decay_stride[1]).to(ACCURATE))
@@ -484,6 +486,8 @@ def step(
             value + b * value_stride[0] + hk * value_stride[1] + c * value_stride[2], mask=c < DV, other=0.0
         )
         state = tl.load(kv + d[:, None] * kv_stride[2] + c[None, :] * kv_stride[3], mask=of_state, other=0.0)
+        if IN_PLACE:
+            tl.debug_barrier()
         if decay is not None:
             state = tl.where(kept > 0, state, 0.0) * kept
         state += k[:, None] * v.to(ACCURATE)[None, :]

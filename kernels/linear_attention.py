@@ -344,7 +344,7 @@ def _step_of(
         step, B * H * (tiles // each), Tile(1, COLUMNS, 4, 2), **tensors,
         **{f"{n}_stride": None if t is None else t.stride() for n, t in tensors.items()}, out=out, H=H,
         group=H // max(Hkv, 1), eps=float(eps), scale=float(scale), NORMALIZE=normalize, MAP=feature_map, D=D,
-        DV=DV, BLOCK_D=BLOCK_D, COLUMNS=COLUMNS, TILES=each,
+        DV=DV, BLOCK_D=BLOCK_D, COLUMNS=COLUMNS, TILES=each, IN_PLACE=in_place,
     )  # fmt: skip
     return out
 

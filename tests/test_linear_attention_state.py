@@ -117,9 +117,12 @@ def test_loop_of_steps_in_every_dtype(impl, dtype, H, Hkv, D, Dv):
         )
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(out, expected["out"][:, :, t], rtol=8 * eps, atol=8 * eps)
-    # One call may round features to bfloat16 before it multiplies them.
+    # One call may round features to bfloat16 before it multiplies them, or those of float16 inputs to TF32.
+    rounding = {torch.bfloat16: 2**-7} | ({torch.float16: 2**-10} if impl == "triton" else {})
     for have, want in zip(state, (expected["kv"], expected["z"]), strict=True):
-        tolerance = {"rtol": 0, "atol": 2**-7 * want.abs().max().item()} if dtype == torch.bfloat16 else {}
+        tolerance = (
+            {"rtol": 0, "atol": rounding[dtype] * want.abs().max().item()} if dtype in rounding else {}
+        )
         torch.testing.assert_close(have, want, **tolerance)
 
 
@@ -145,10 +148,11 @@ def test_packed_sequences_equal_single_ones(impl):
 
 def test_padding_equals_shorter_sequences(impl):
     """Left and right padding: outputs, states and gradients are those of the tokens alone."""
+    L = fewer(impl, 75, 20)
     for side in ("left", "right"):
-        case = make_case(2, 2, L=75, decay="token", initial=True, **CAUSAL)
-        case.key_padding_mask = torch.ones(2, 75, dtype=torch.bool)
-        rows = slice(6, 75) if side == "left" else slice(0, 69)
+        case = make_case(2, 2, L=L, decay="token", initial=True, **CAUSAL)
+        case.key_padding_mask = torch.ones(2, L, dtype=torch.bool)
+        rows = slice(6, L) if side == "left" else slice(0, L - 6)
         case.key_padding_mask[:, : 6 if side == "left" else None] = False
         case.key_padding_mask[:, rows] = True
         case.grad_out[:, :, ~case.key_padding_mask[0]] = 0
