@@ -184,13 +184,13 @@ def test_a_step_leaves_its_state_alone(impl):
 
 
 def test_steps_in_place(impl):
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+    for dtype, D, Dv in ((torch.float64, 8, 6), (torch.float32, 64, 40), (torch.bfloat16, 8, 6)):
         for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
             with mode():
-                state = LinearAttentionState.zeros(2, 4, 8, 6, dtype=dtype)
+                state = LinearAttentionState.zeros(2, 4, D, Dv, dtype=dtype)
                 other, memory = state.clone(), state
                 for _ in range(3):
-                    q, k, v = (normal(*s).to(dtype) for s in ((2, 4, 8), (2, 2, 8), (2, 2, 6)))
+                    q, k, v = (normal(*s).to(dtype) for s in ((2, 4, D), (2, 2, D), (2, 2, Dv)))
                     decay = -torch.rand(4)
                     out, state = step(q, k, v, state, decay=decay, inplace=True, impl=impl)
                     expected, other = step(q, k, v, other, decay=decay, impl=impl)
