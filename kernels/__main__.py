@@ -122,6 +122,8 @@ DOCUMENTED = [
     *(Case(dtype, D) for dtype in (torch.float16, torch.float32) for D in (64, 128)),
     *(Case(torch.bfloat16, 128, options) for options in ("plain", "window", "boolean mask", "packed")),
     Case(torch.bfloat16, 128, "pages", "attention over a cache"),
+    *(Case(torch.bfloat16, D, "causal", "linear attention") for D in (64, 128)),
+    Case(torch.float16, 64, "causal", "linear attention"),
 ]
 EVERYTHING = (
     MAIN
