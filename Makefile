@@ -1,4 +1,5 @@
-# The front door. Every target sets up .venv by itself: `make test`, `make demo`, `make bench`, `make lint`, `make format`.
+# The front door. Targets set up .venv by themselves: `make test`, `make demo`, `make bench`, `make lint`, `make format`;
+# `make gpu` runs with the PYTHON at hand, as it is.
 #
 # TORCH is the torch requirement of .venv. The default is pinned, so that a run can be repeated and so that pip takes
 # a CPU-only wheel of this version where it has been given one; plain `torch` is the newest release, on Linux a CUDA
@@ -15,7 +16,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 BIN := .venv/bin
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*/*)
 
-.PHONY: demo test bench lint format clean
+.PHONY: demo test bench gpu lint format clean
 
 test: .venv/installed
 	$(BIN)/python -m pytest tests -n $(JOBS) --dist worksteal
@@ -27,6 +28,10 @@ demo: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks attention --quick
+
+# What a GPU is needed for, in stages; the next call goes on where this one ends. Nothing is installed.
+gpu:
+	$(PYTHON) -m tests.gpu
 
 lint: .venv/lint
 	$(BIN)/ruff check .

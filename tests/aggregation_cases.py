@@ -7,7 +7,7 @@ import aggregation_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from operator_checks import compare, require, running
+from operator_checks import compare, on_device, require, running
 
 import fastattn
 from fastattn import Graph
@@ -103,6 +103,7 @@ def make_case(
     return Case(x, edge_index, M, reduce, edge_weight, grad_out)
 
 
+@on_device
 def call(case: Case, impl: str, graph=None, only=("x", "edge_weight")) -> dict[str, torch.Tensor]:
     """Runs the public function and its backward: out, grad_x and grad_edge_weight."""
     leaves = {name: getattr(case, name) for name in ("x", "edge_weight")}

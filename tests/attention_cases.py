@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import attention_oracle as oracle
+import operator_checks
 import pytest
 import torch
-from operator_checks import compare, require, running
+from operator_checks import compare, on_device, require, running
 
 import fastattn
 
@@ -95,6 +96,7 @@ def make_case(
     return case
 
 
+@on_device
 def call(case: Case, impl: str, *, only=None, lse=True, out=True, **changed) -> dict[str, torch.Tensor]:
     """Runs the public function and its backward: out, lse and grad_<input> of each input (or of ``only``)."""
     torch.manual_seed(case.seed)
@@ -125,7 +127,7 @@ def call(case: Case, impl: str, *, only=None, lse=True, out=True, **changed) -> 
 
 def dropout_seed(case: Case) -> int:
     torch.manual_seed(case.seed)
-    return int(torch.randint(0, 2**63 - 1, (1,)))
+    return int(torch.randint(0, 2**63 - 1, (1,), device=operator_checks.device))
 
 
 def exact(case: Case, *, lse=True, out=True) -> tuple[dict, dict]:

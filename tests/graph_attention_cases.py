@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 
 import graph_attention_oracle as oracle
 import numpy as np
+import operator_checks
 import pytest
 import torch
-from operator_checks import compare, running
+from operator_checks import compare, on_device, running
 from operator_checks import require as require_op
 
 import fastattn
@@ -104,6 +105,7 @@ def function_of(case: Case, impl: str):
     return run
 
 
+@on_device
 def call(case: Case, impl: str, *, only=None, attention=True, seed=1, **changed) -> dict[str, torch.Tensor]:
     """Runs the public function and its backward: out, attention and grad_<input> (or those of ``only``)."""
     wanted = list(case.tensors) if only is None else list(only)
@@ -133,7 +135,7 @@ def keep_of(case: Case, seed=1) -> torch.Tensor:
     if p == 0.0:
         return torch.ones(E, H)
     torch.manual_seed(seed)
-    drawn = torch.randint(0, 2**63 - 1, (1,))
+    drawn = torch.randint(0, 2**63 - 1, (1,), device=operator_checks.device).cpu()
     return dropout_keep(drawn, p, 1, H, 1, E).view(H, E).T / (1 - p if p < 1 else 1)
 
 

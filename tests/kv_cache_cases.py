@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import IMPLEMENTATIONS, Case, plain
-from operator_checks import compare, running
+from operator_checks import compare, on_device, running
 
 import fastattn
 
@@ -106,6 +106,7 @@ def positions(table, page_size, b, begin, end):
         yield (b, t, t) if table is None else (int(table[b, t // page_size]), t % page_size, t)
 
 
+@on_device
 def call(case: CacheCase, impl: str, **changed) -> dict[str, torch.Tensor]:
     """out and lse, and the caches afterwards; those of the case stay as they are."""
     arguments = case.arguments() | changed

@@ -8,7 +8,7 @@ import linear_attention_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from operator_checks import compare, running
+from operator_checks import compare, on_device, running
 from operator_checks import require as require_op
 
 import fastattn
@@ -139,6 +139,7 @@ def gradients(outputs: dict, case: Case, leaves: dict, wanted, used) -> dict[str
     }
 
 
+@on_device
 def call(case: Case, impl: str, *, only=None, used=OUTPUTS, **changed) -> dict[str, torch.Tensor]:
     """Runs the public function and its backward: outputs and grad_<input> of each input (or of ``only``)."""
     wanted = list(case.tensors()) if only is None else list(only)

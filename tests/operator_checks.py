@@ -1,23 +1,59 @@
 """What the tests of every operator share: poisoned memory, layouts, compilation, the measure of errors."""
 
+import functools
 import math
 import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fastattn import _choose, _triton
+from fastattn import Graph, _choose, _triton
 from fastattn.ops import _attention_call, linear_attention
+
+CPU = torch.device("cpu")
+device = CPU  # that of what runs now
+
+
+def moved(value, to: torch.device):
+    """A tensor, or what a dictionary, a case or a graph holds of them, on a device, as it lies in memory."""
+    if isinstance(value, torch.Tensor):
+        if value.device == to:
+            return value
+        # All of its memory: what is between its elements, or before them, is a part of some tests.
+        memory = value.detach().as_strided((value.untyped_storage().nbytes() // value.itemsize,), (1,), 0)
+        there = memory.to(to).as_strided(value.shape, value.stride(), value.storage_offset())
+        return there.requires_grad_(value.requires_grad)
+    if isinstance(value, Graph):
+        return value.to(to)
+    if isinstance(value, dict):
+        return {name: moved(v, to) for name, v in value.items()}
+    if is_dataclass(value):
+        return replace(value, **{f.name: moved(getattr(value, f.name), to) for f in fields(value)})
+    return value
+
+
+def on_device(call):
+    """call(case, ...) of a case on the CPU, computed on the device of what runs now."""
+
+    @functools.wraps(call)
+    def run(case, *args, **kwargs):
+        if device == CPU:
+            return call(case, *args, **kwargs)
+        args = [moved(a, device) for a in args]
+        return moved(call(moved(case, device), *args, **moved(kwargs, device)), CPU)
+
+    return run
 
 
 def require(impl: str, op: str = "fastattn::attention_forward") -> str:
     """The kernel may only be absent where it cannot be built; anywhere else its absence is a failure."""
-    reason = _choose.candidates(_choose.Request("cpu", torch.float32, (), op))[impl]
+    reason = _choose.candidates(_choose.Request(device.type, torch.float32, (), op))[impl]
     if reason is not None:
         if not any(shutil.which(c) for c in ("c++", "g++", "clang++")):
             pytest.skip(reason)
@@ -27,11 +63,22 @@ def require(impl: str, op: str = "fastattn::attention_forward") -> str:
 
 @contextmanager
 def running(impl: str, op: str = "fastattn::attention_forward") -> Iterator[str]:
-    """Inside, the implementation runs on the CPU: Triton's kernels in its interpreter, whoever calls ops."""
+    """Inside, the implementation runs on the CPU: Triton's kernels in its interpreter, whoever calls ops.
+
+    Where there is a GPU, Triton's kernels run on that instead, for calls that :func:`on_device` takes there.
+    """
+    global device
+    if impl == "triton" and torch.accelerator.is_available():
+        device = torch.device(torch.accelerator.current_accelerator().type, 0)
+        try:
+            yield require(impl, op)
+        finally:
+            device = CPU
+        return
     if impl == "triton":
         reason = _triton.cannot_interpret()
-        # On a GPU it compiles for it instead, and on Linux it comes with what the tests require.
-        if reason is not None and (torch.accelerator.is_available() or sys.platform != "linux"):
+        # On Linux Triton comes with what the tests require.
+        if reason is not None and sys.platform != "linux":
             pytest.skip(reason)
         assert reason is None, reason
         # Calls that were seen to take the native kernel.
@@ -54,7 +101,8 @@ def fewer(impl: str, all_of_them, interpreted):
 def poisoned():
     """Memory that PyTorch hands out uninitialised holds NaN, so that reading it before writing shows."""
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
+    # On GPUs some functions of PyTorch, which the references use, have no deterministic form.
+    torch.use_deterministic_algorithms(True, warn_only=torch.accelerator.is_available())
     assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(1).isnan().all()
     yield
     torch.use_deterministic_algorithms(before)

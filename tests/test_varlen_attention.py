@@ -87,6 +87,7 @@ def differentiate(case: Case, forward) -> dict[str, torch.Tensor]:
     return results
 
 
+@operator_checks.on_device
 def call(case: Case, impl: str, dtype=torch.int32) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     bounds = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), case.bounds(dtype), strict=True))
