@@ -139,7 +139,7 @@ class AggregationCase(TimedCase):
         return {first: calls[first]} | graphs.hopeful(calls, self.baselines)
 
     def _peer(self, name: str, edges: graphs.Edges, x: torch.Tensor, weight) -> Contestant:
-        values = torch.ones(edges.count, dtype=x.dtype) if weight is None else weight
+        values = torch.ones(edges.count, dtype=x.dtype, device=x.device) if weight is None else weight
         if self.reduce == "sym":
             root = edges.rowptr.diff().to(x.dtype).rsqrt()
             root[root.isinf()] = 0.0

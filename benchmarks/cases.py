@@ -35,6 +35,8 @@ class TimedCase:
     is_there = True  # whether this machine has what the case needs
     # Ratios are this contestant's time over those of the others.
     baselines: tuple[str, ...] = (BASELINE,)
+    # Peers that may be unable to compute the case: no failure of the run.
+    may_fail: tuple[str, ...] = ()
 
     @property
     def same_as(self) -> Mapping[str, str]:
@@ -48,6 +50,7 @@ class ApartCase:
 
     names: tuple[str, ...] = (BASELINE, "auto")
     is_there = True
+    may_fail: tuple[str, ...] = ()
 
     def prepare(self) -> None:
         """Whatever shall not count, before the count starts."""

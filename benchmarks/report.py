@@ -167,6 +167,11 @@ def markdown(content: dict, results: Sequence[CaseResult], bars: Sequence[BarRes
         "* " + ", ".join(f"{name} {version}" for name, version in versions.items()),
         "* environment: " + (", ".join(f"{k}={v}" for k, v in content["environment"].items()) or "default"),
     ]
+    if "gpu" in hardware:
+        lines.append(
+            f"* {hardware['gpu']}, {hardware['gpu_multiprocessors']} multiprocessors, "
+            f"{hardware['gpu_memory_bytes'] / 2**30:.0f} GiB, capability {hardware['gpu_capability']}"
+        )
     for kind, roof in content["roofs"].items():
         lines.append(f"* roof {kind}: {roof['rate']:.0f} {roof['unit']} ({roof['source']})")
     if bars:

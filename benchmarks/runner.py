@@ -14,6 +14,7 @@ from .figures import Spread, ratios
 
 SAMPLE_SECONDS = 0.02
 BASELINE = "torch"
+Timer = Callable[[Callable[[], object], int], float]  # seconds that so many calls take together
 
 
 def time_calls(function: Callable[[], object], calls: int) -> float:
@@ -24,11 +25,13 @@ def time_calls(function: Callable[[], object], calls: int) -> float:
     return time.perf_counter() - start
 
 
-def calibrate(function: Callable[[], object], seconds: float = SAMPLE_SECONDS) -> int:
+def calibrate(
+    function: Callable[[], object], seconds: float = SAMPLE_SECONDS, timer: Timer = time_calls
+) -> int:
     """Calls that fill a sample. The trials also warm the caches, the allocator and the threads."""
     function()
     calls = 1
-    while (taken := time_calls(function, calls)) < seconds:
+    while (taken := timer(function, calls)) < seconds:
         # A step of a coarse clock may read 0; never trust it for more than a tenfold step.
         calls = max(calls + 1, int(calls * min(10.0, 1.2 * seconds / max(taken, 1e-9))))
     return calls
@@ -39,16 +42,17 @@ def paired(
     pairs: int,
     seconds: float = SAMPLE_SECONDS,
     seed: int = 0,
+    timer: Timer = time_calls,
 ) -> dict[str, list[float]]:
     """Seconds per call of each contestant, one entry per round."""
-    calls = {name: calibrate(function, seconds) for name, function in contestants.items()}
+    calls = {name: calibrate(function, seconds, timer) for name, function in contestants.items()}
     order = list(contestants)
     shuffle = random.Random(seed).shuffle
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(pairs):
         shuffle(order)
         for name in order:
-            samples[name].append(time_calls(contestants[name], calls[name]) / calls[name])
+            samples[name].append(timer(contestants[name], calls[name]) / calls[name])
     return samples
 
 

@@ -62,7 +62,6 @@ STAGES = {
     ),
     "graphs": tests("tests/test_triton_graphs.py"),
     "benchmark attention": benchmark("attention"),
-    "benchmark KV cache": benchmark("kv_cache"),
     "benchmark linear attention": benchmark("linear_attention"),
     "benchmark aggregation": benchmark("aggregation"),
     "benchmark graph attention": benchmark("graph_attention"),
