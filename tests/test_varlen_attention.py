@@ -136,7 +136,7 @@ def check(results: dict, case: Case) -> None:
         assert result.dtype == plain[name].dtype
         # What numbers are summed from: about 1, and in the gradients of slopes distances, which cancel.
         size = abs(exact) + (max(case.queries + case.keys) if name == "grad_alibi_slopes" else 1.0)
-        if name in ("grad_key", "grad_value"):  # sums over queries: of the only key of many they cancel
+        if name.startswith("grad") and name != "grad_query":  # sums over queries: of an only key they cancel
             size = size * max(case.queries, default=1) ** 0.5
         if name.startswith("grad") and result.dtype == torch.float64:
             # The oracle has no error here to measure by. Weights are exponentials of differences to
