@@ -1,5 +1,6 @@
 // Attention backward: one pass over the scores of each chunk of keys gives every gradient.
 #pragma once
+#include "attention_decode_grad.h"
 #include "attention_mask_grad.h"
 #include "attention_tasks.h"
 
@@ -61,12 +62,13 @@ inline void put_grad_keys(const Problem<T>& problem, const View& view, int64_t c
 // How backward is cut into tasks: each takes one chunk of the keys of one key/value head, all its tiles.
 template <class T>
 struct Chunks {
+  bool few_rows;
   bool fused_mask;  // dS goes to the mask's gradient as it arises
   bool by_head;   // a mask shared by the batch is summed by the one task that owns its head, in order of the
                   // batch
   int64_t units;  // key/value heads, or key/value heads of all batches
   int64_t count, keys;  // chunk c has the keys [c * keys, (c + 1) * keys)
-  int64_t size;         // of what a chunk contributes to grad_query
+  int64_t size;         // of what a chunk contributes to grad_query, of all heads
   int64_t slopes_per_task;
   int64_t tasks, merges, memory;
   Chunks(const Problem<T>& problem, const AttentionGradParams& p, const Work& all, int threads) {
@@ -78,10 +80,12 @@ struct Chunks {
     // As many as its part of the work deserves.
     const double wanted = own.keys > 0 ? 4 * threads * (own.keys / all.keys) / double(units) : 1;
     const int64_t visible = p.L > 0 ? problem.key_end - problem.key_begin : 0;
-    count = max(1, min(int64_t(__builtin_ceil(wanted)), visible / 512));
+    few_rows = p.L > 0 && has_few_rows(problem);
+    count = few_rows ? decode_splits(problem, all.heads)
+                     : max(1, min(int64_t(__builtin_ceil(wanted)), visible / 512));
     keys = max(kBlock, round_up((p.S + count - 1) / count, kBlock));
     slopes_per_task = p.B * p.H / units;
-    size = p.B * p.Hkv * problem.tiles * p.D * kTile<T>;
+    size = p.B * p.Hkv * (few_rows ? decode_grad_size(problem) : problem.tiles * p.D * kTile<T>);
     tasks = units * count;
     merges = count > 1 ? p.B * p.Hkv * problem.tiles : 0;
     memory = count > 1 ? count * size : 0;
@@ -146,14 +150,9 @@ inline void backward_head(const Problem<T>& problem, const AttentionGradParams& 
         const int64_t h = tiles[t].head[r];
         if (alibi) alibi[b * p.H + h] += grads[t].alibi[r];
         if (p.grad_sinks.data && chunk == 0) {
-          // The sink is a score whose value vector is zero: dS = P_sink (0 - delta). A row that sees no key
-          // has it alone.
-          const A<T> level = sink<T>(p, h);
-          A<T> weight = level == -kInf<T> ? A<T>(0) : A<T>(1);
-          if (tiles[t].seen[r])
-            weight = exp2<>(level - grads[t].level.reference[r / N<T>] -
-                            grads[t].level.log_sum[r / N<T>])[r % N<T>];
-          static_cast<A<T>*>(p.grad_sinks.data)[b * p.H + h] -= weight * grads[t].delta[r / N<T>][r % N<T>];
+          const Level<T>& level = grads[t].level;
+          add_grad_sink(p, tiles[t], r, level.reference[r / N<T>][r % N<T>],
+                        level.log_sum[r / N<T>][r % N<T>], grads[t].delta[r / N<T>][r % N<T>]);
         }
       }
     }
@@ -196,10 +195,15 @@ inline void backward_task(const Problem<T>& problem, const AttentionGradParams& 
                           int64_t task, A<T>* partial, double* alibi) {
   const int64_t chunk = task % chunks.count, unit = task / chunks.count;
   const int64_t first = chunks.by_head ? 0 : unit / p.Hkv, last = chunks.by_head ? p.B : first + 1;
+  const int64_t hk = unit % p.Hkv, begin = min(p.S, chunk * chunks.keys), end = min(p.S, begin + chunks.keys);
   A<T>* queries = chunks.count > 1 ? partial + chunk * chunks.size : nullptr;
   double* slopes = alibi ? alibi + chunk * p.B * p.H : nullptr;
   for (int64_t b = first; b < last; ++b)
-    backward_head(problem, p, b, unit % p.Hkv, chunks, chunk, queries, slopes);
+    if (chunks.few_rows)
+      decode_backward(problem, p, b, hk, {begin, end, chunk == 0, chunks.fused_mask, chunks.by_head && b > 0},
+                      queries ? queries + (b * p.Hkv + hk) * decode_grad_size(problem) : nullptr, slopes);
+    else
+      backward_head(problem, p, b, hk, chunks, chunk, queries, slopes);
 }
 
 template <class T>
@@ -225,8 +229,11 @@ inline void backward(const AttentionGradParams& p, const Parallel& parallel) {
     const auto& part = schedule.of_merge(merge);
     problems.with(part.problem, [&](const Problem<T>& problem, const AttentionGradParams& own) {
       const int64_t task = merge - part.merge, head = task / problem.tiles, t = task % problem.tiles;
-      merge_grad_query(problem, own.grad_query, head / p.Hkv, head % p.Hkv, t, part.plan.count,
-                       partial.data() + part.memory);
+      A<T>* from = partial.data() + part.memory;
+      if (part.plan.few_rows)
+        merge_decode_query(problem, own, head / p.Hkv, head % p.Hkv, part.plan.count, part.plan.size, from);
+      else
+        merge_grad_query(problem, own.grad_query, head / p.Hkv, head % p.Hkv, t, part.plan.count, from);
     });
   });
   if (p.grad_alibi.data)

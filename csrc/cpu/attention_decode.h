@@ -24,13 +24,28 @@ struct Decode {
   A<T>* query;                 // [rows][columns]
   A<T>* out;                   // [rows][columns_v]
   A<T>* scores;                // [rows][kBlock]
-  A<T>* key;                   // rows that cannot be read as they lie, converted
+  A<T>* bend;  // where d(capped score) / d(scaled score) goes, [rows][kBlock]; null: not wanted
+  A<T>* key;   // rows that cannot be read as they lie, converted
   A<T>* value;
 };
 // Of one row's partial result: reference, sum, out.
 template <class T>
 inline int64_t decode_size(const Problem<T>& problem) {
   return 2 + round_up(problem.p.Dv, N<T>);
+}
+
+// The tile's rows of a (B, H, L, X) tensor, padded; those that see nothing are zero.
+template <class T>
+inline void load_rows(const View& view, const Tile<T>& tile, int64_t columns, int64_t padded, A<T>* rows) {
+  with_dtype_beside<T>(view.dtype, [&]<class S>(S) {
+    for (int r = 0; r < tile.count; ++r) {
+      const S* row = static_cast<const S*>(view.data) + offset(view, tile.b, tile.head[r], tile.row[r]);
+      const int64_t stride = view.stride[3];
+      for (int64_t d = 0; d < padded; d += N<T>)
+        store(rows + r * padded + d,
+              tile.seen[r] ? load_row<A<T>>(row + d * stride, stride, columns - d) : V<T>{});
+    }
+  });
 }
 
 template <class T>
@@ -41,18 +56,10 @@ inline void take_decode(const Problem<T>& problem, int64_t b, int64_t hk, Arena&
   decode.query = arena.take<A<T>>(decode.tile.count * decode.columns);
   decode.out = arena.take_zero<A<T>>(decode.tile.count * decode.columns_v);
   decode.scores = arena.take<A<T>>(decode.tile.count * kBlock);
+  decode.bend = nullptr;
   decode.key = arena.take<A<T>>(kBlock * decode.columns);
   decode.value = arena.take<A<T>>(kBlock * decode.columns_v);
-  const View& view = problem.p.query;
-  for (int r = 0; r < decode.tile.count; ++r) {
-    const int64_t at = offset(view, b, decode.tile.head[r], decode.tile.row[r]), stride = view.stride[3];
-    with_dtype_beside<T>(view.dtype, [&]<class S>(S) {
-      const S* row = static_cast<const S*>(view.data) + at;
-      for (int64_t d = 0; d < decode.columns; d += N<T>)
-        store(decode.query + r * decode.columns + d,
-              decode.tile.seen[r] ? load_row<A<T>>(row + d * stride, stride, problem.p.D - d) : V<T>{});
-    });
-  }
+  load_rows(problem.p.query, decode.tile, problem.p.D, decode.columns, decode.query);
 }
 
 // Calls f(rows) with keys [begin, end) of one head as pointers to rows of `columns`, in place or converted.
@@ -169,18 +176,15 @@ inline void score_rows(const A<T>* query, int64_t columns, const Row* const* key
       std::memcpy(scores + r * kBlock + j, reinterpret_cast<const A<T>*>(&sums) + r * K, K * sizeof(A<T>));
   }
 }
-// Of `keys` keys, from score `first` of the block on.
+// scores[rows][kBlock] of `keys` keys.
 template <class T, class Row>
-inline void decode_scores(const Decode<T>& decode, const Row* const* key, int64_t D, int64_t first,
-                          int64_t keys) {
-  const A<T>* query = decode.query;
-  A<T>* scores = decode.scores + first;
-  int rows = decode.tile.count;
-  auto take = [&](int count) { query += count * decode.columns, scores += count * kBlock, rows -= count; };
+inline void decode_scores(const A<T>* query, int rows, int64_t columns, const Row* const* key, int64_t D,
+                          int64_t keys, A<T>* scores) {
+  auto take = [&](int count) { query += count * columns, scores += count * kBlock, rows -= count; };
   if constexpr (N<T> >= 4)
-    for (; rows >= 4; take(4)) score_rows<T, 4>(query, decode.columns, key, D, keys, scores);
-  for (; rows >= 2; take(2)) score_rows<T, 2>(query, decode.columns, key, D, keys, scores);
-  if (rows > 0) score_rows<T, 1>(query, decode.columns, key, D, keys, scores);
+    for (; rows >= 4; take(4)) score_rows<T, 4>(query, columns, key, D, keys, scores);
+  for (; rows >= 2; take(2)) score_rows<T, 2>(query, columns, key, D, keys, scores);
+  if (rows > 0) score_rows<T, 1>(query, columns, key, D, keys, scores);
 }
 
 // From q.k to log2 units with hidden scores, and those behind the last key, at -inf.
@@ -193,7 +197,11 @@ inline void decode_transform(const Problem<T>& problem, Decode<T>& decode, int64
   for (int r = 0; r < decode.tile.count; ++r)
     for (int64_t j = 0; j < keys; j += N<T>) {
       V<T> s = load(decode.scores + r * kBlock + j) * A<T>(p.scale);
-      if (p.softcap > 0) s = tanh(s * A<T>(1 / p.softcap)) * A<T>(p.softcap);
+      if (p.softcap > 0) {
+        const V<T> t = tanh(s * A<T>(1 / p.softcap));
+        if (decode.bend) store(decode.bend + r * kBlock + j, A<T>(1) - t * t);
+        s = t * A<T>(p.softcap);
+      }
       s *= A<T>(kLog2e);
       VI position = lane + Int<A<T>>(begin + j);
       if (p.alibi.data) {
@@ -255,35 +263,31 @@ inline void add_rows(const A<T>* weights, const Row* const* value, int64_t Dv, i
   else if (d < Dv)
     add_columns<T, R, 1, true>(weights, value, d, Dv, keys, out, columns);
 }
-// Of `keys` keys, from weight `first` of the block on.
+// out[rows][columns] += weights[rows][kBlock] of `keys` keys times their rows.
 template <class T, class Row>
-inline void decode_values(const Decode<T>& decode, const Row* const* value, int64_t Dv, int64_t first,
-                          int64_t keys) {
-  const A<T>* weights = decode.scores + first;
-  A<T>* out = decode.out;
-  int rows = decode.tile.count;
+inline void decode_values(const A<T>* weights, int rows, const Row* const* value, int64_t Dv, int64_t keys,
+                          int64_t columns, A<T>* out) {
   for (; rows >= 4; rows -= 4) {
-    add_rows<4, T>(weights, value, Dv, keys, out, decode.columns_v);
-    weights += 4 * kBlock, out += 4 * decode.columns_v;
+    add_rows<4, T>(weights, value, Dv, keys, out, columns);
+    weights += 4 * kBlock, out += 4 * columns;
   }
-  if (rows == 3) add_rows<3, T>(weights, value, Dv, keys, out, decode.columns_v);
-  if (rows == 2) add_rows<2, T>(weights, value, Dv, keys, out, decode.columns_v);
-  if (rows == 1) add_rows<1, T>(weights, value, Dv, keys, out, decode.columns_v);
+  if (rows == 3) add_rows<3, T>(weights, value, Dv, keys, out, columns);
+  if (rows == 2) add_rows<2, T>(weights, value, Dv, keys, out, columns);
+  if (rows == 1) add_rows<1, T>(weights, value, Dv, keys, out, columns);
 }
 
-// Keys [begin, end) of those up to `last`.
 template <class T>
-inline void decode_block(const Problem<T>& problem, Decode<T>& decode, int64_t hk, int64_t begin, int64_t end,
-                         int64_t last) {
-  const AttentionParams& p = problem.p;
-  const int64_t keys = end - begin, b = decode.tile.b;
-  with_rows(problem, p.key, p.D, b, hk, begin, end, decode.columns, decode.key, [&](auto* key) {
-    for_each_strip(key, decode.columns, keys, [&](int64_t first, int64_t count) {
-      decode_scores(decode, key + first, p.D, first, count);
-    });
-  });
-  prefetch_strip(problem, p.value, p.Dv, b, hk, begin, end);
-  decode_transform(problem, decode, begin, keys);
+inline void start_decode(const AttentionParams& p, bool with_sink, Decode<T>& decode) {
+  for (int r = 0; r < decode.tile.count; ++r) {
+    const A<T> level = p.sinks.data && with_sink ? sink<T>(p, decode.tile.head[r]) : -kInf<T>;
+    V<T> reference = ceil(V<T>{} + level);
+    decode.reference[r] = reference[0];
+    decode.sum[r] = exp2<>(level - finite_or_zero(reference))[0];
+  }
+}
+// Scores of a block to weights; what has been summed before is rescaled.
+template <class T>
+inline void decode_weigh(Decode<T>& decode, int64_t keys) {
   for (int r = 0; r < decode.tile.count; ++r) {
     A<T>* row = decode.scores + r * kBlock;
     V<T> top = V<T>{} - kInf<T>;
@@ -307,10 +311,28 @@ inline void decode_block(const Problem<T>& problem, Decode<T>& decode, int64_t h
     }
     decode.sum[r] += reduce_add<A<T>>(sum);
   }
+}
+
+// Keys [begin, end) of those up to `last`.
+template <class T>
+inline void decode_block(const Problem<T>& problem, Decode<T>& decode, int64_t hk, int64_t begin, int64_t end,
+                         int64_t last) {
+  const AttentionParams& p = problem.p;
+  const int64_t keys = end - begin, b = decode.tile.b;
+  with_rows(problem, p.key, p.D, b, hk, begin, end, decode.columns, decode.key, [&](auto* key) {
+    for_each_strip(key, decode.columns, keys, [&](int64_t first, int64_t count) {
+      decode_scores<T>(decode.query, decode.tile.count, decode.columns, key + first, p.D, count,
+                       decode.scores + first);
+    });
+  });
+  prefetch_strip(problem, p.value, p.Dv, b, hk, begin, end);
+  decode_transform(problem, decode, begin, keys);
+  decode_weigh(decode, keys);
   with_rows(problem, p.value, p.Dv, b, hk, begin, end, decode.columns_v, decode.value, [&](auto* value) {
     for_each_strip(value, decode.columns_v, keys, [&](int64_t first, int64_t count) {
       if (first + count == keys) prefetch_strip(problem, p.key, p.D, b, hk, end, last);
-      decode_values(decode, value + first, p.Dv, first, count);
+      decode_values<T>(decode.scores + first, decode.tile.count, value + first, p.Dv, count, decode.columns_v,
+                       decode.out);
     });
   });
 }
@@ -342,12 +364,7 @@ inline void decode_head(const Problem<T>& problem, int64_t b, int64_t hk, int64_
   Arena::Scope scope(arena);
   Decode<T>& decode = *arena.take<Decode<T>>(1);
   take_decode(problem, b, hk, arena, decode);
-  for (int r = 0; r < decode.tile.count; ++r) {
-    const A<T> level = p.sinks.data && split == 0 ? sink<T>(p, decode.tile.head[r]) : -kInf<T>;
-    V<T> reference = ceil(V<T>{} + level);
-    decode.reference[r] = reference[0];
-    decode.sum[r] = exp2<>(level - finite_or_zero(reference))[0];
-  }
+  start_decode(p, split == 0, decode);
   int64_t first = decode.tile.lo_min, last = min(decode.tile.hi_max, p.S);
   if (splits > 1) {
     const int64_t keys = round_up((problem.key_end - problem.key_begin + splits - 1) / splits, kBlock);

@@ -84,6 +84,17 @@ inline void prepare(const Problem<T>& problem, const AttentionGradParams& p, con
                 tile.lo_min / kBlock == (tile.hi_max - 1) / kBlock;
 }
 
+// The sink is a score whose value vector is zero: dS = P_sink (0 - delta). A row that sees no key has it
+// alone.
+template <class T>
+inline void add_grad_sink(const AttentionGradParams& p, const Tile<T>& tile, int r, A<T> reference,
+                          A<T> log_sum, A<T> delta) {
+  const A<T> level = sink<T>(p, tile.head[r]);
+  A<T> weight = level == -kInf<T> ? A<T>(0) : A<T>(1);
+  if (tile.seen[r]) weight = exp2<>(V<T>{} + level - reference - log_sum)[0];
+  static_cast<A<T>*>(p.grad_sinks.data)[tile.b * p.H + tile.head[r]] -= weight * delta;
+}
+
 // dS for one tile and key block into scratch.grad_weights (before the softcap's derivative); in pair format
 // also the operands of the products. The scores become P after dropout.
 template <class T>

@@ -302,6 +302,16 @@ inline bool score_tile(const Problem<T>& problem, const Tile<T>& tile, const E<T
   return true;
 }
 
+// Stores or adds the first `count` lanes at `to`.
+template <class T, class M>
+FASTATTN_INLINE void put_vector(M* to, int64_t count, V<T> values, bool add) {
+  if constexpr (sizeof(A<T>) == 8 && sizeof(M) == 4) {
+    for (int64_t k = 0; k < min(N<T>, count); ++k) to[k] = M(A<T>(to[k]) * A<T>(add) + values[k]);
+  } else {
+    if (add) values += load_row<A<T>>(to, 1, count);
+    store_row<A<T>>(to, 1, count, values);
+  }
+}
 // The way back: stores or adds values[keys][kTile] at the tile's rows of a (B, H, L, S) tensor, from key
 // `begin` on.
 template <class M, class T>
@@ -323,12 +333,7 @@ inline void put_tile_as(const View& view, const Tile<T>& tile, int64_t begin, in
         int r = v * N<T> + i;
         if (r >= tile.count) break;
         M* to = data + offset(view, tile.b, tile.head[r], tile.row[r], begin + j);
-        if constexpr (sizeof(A<T>) == 8 && sizeof(M) == 4) {
-          for (int64_t k = 0; k < min(N<T>, keys - j); ++k) to[k] = M(A<T>(to[k]) * A<T>(add) + block[i][k]);
-        } else {
-          if (add) block[i] += load_row<A<T>>(to, 1, keys - j);
-          store_row<A<T>>(to, 1, keys - j, block[i]);
-        }
+        put_vector<T>(to, keys - j, block[i], add);
       }
     }
 }

@@ -242,24 +242,25 @@ struct Level {
   V<T> reference[NV], log_sum[NV];
   bool exact;  // summed once more, from scores rounded to log2 units
 };
+// The log-sum-exp of row r of a tile in log2 units, inf for a row that sees nothing: its weights are 0. Sets
+// `exact` where the row must be summed once more.
+template <class T>
+inline A<T> saved_level(const Problem<T>& problem, const Tile<T>& tile, int r, bool& exact) {
+  if (!tile.seen[r]) return kInf<T>;
+  // An error of 2^-19 in a float32 weight, of 2^-11 in a half precision one.
+  const A<T> limit = problem.half ? A<T>(1 << 13) : A<T>(64);
+  const A<T>* lse = static_cast<const A<T>*>(problem.p.lse.data);
+  const A<T> level = lse[offset(problem.p.lse, tile.b, tile.head[r], tile.row[r])] * A<T>(kLog2e);
+  exact |= !(level <= limit && level >= -limit);
+  return level == kInf<T> ? kLargest<T> : level;  // made infinite by the change of units: it sees keys
+}
 template <class T>
 inline void find_level(const Problem<T>& problem, const Tile<T>& tile, const E<T>* query_panel, Arena& arena,
                        const KeyScratch<T>& key_scratch, Scores<T>& s, Level<T>& level) {
-  const A<T>* lse = static_cast<const A<T>*>(problem.p.lse.data);
   level.exact = false;
-  // An error of 2^-19 in a float32 weight, of 2^-11 in a half precision one.
-  const A<T> limit = problem.half ? A<T>(1 << 13) : A<T>(64);
-  for (int r = 0; r < kTile<T>; ++r) {
-    A<T> value = kInf<T>;  // rows that see nothing: their weights are 0
-    if (tile.seen[r]) value = lse[offset(problem.p.lse, tile.b, tile.head[r], tile.row[r])] * A<T>(kLog2e);
-    if (tile.seen[r]) {
-      level.exact |= !(value <= limit && value >= -limit);
-      if (value == kInf<T>)
-        value = kLargest<T>;  // made infinite by the change of units: not a row without keys
-    }
-    level.reference[r / N<T>][r % N<T>] = 0;
-    level.log_sum[r / N<T>][r % N<T>] = value;
-  }
+  for (int v = 0; v < NV; ++v) level.reference[v] = V<T>{};
+  for (int r = 0; r < kTile<T>; ++r)
+    level.log_sum[r / N<T>][r % N<T>] = saved_level(problem, tile, r, level.exact);
   if (!level.exact) return;
   State<T> state;
   state.out = arena.take_zero<A<T>>(round_up(problem.p.Dv, Format<T>::kRows) * kTile<T>);
