@@ -14,7 +14,7 @@ inline void put_grad_query_of(const Problem<T>& problem, const View& view, const
   S* data = static_cast<S*>(view.data);
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v)
-    for (int64_t d = 0; d < problem.p.D; d += N<T>) {
+    for (int64_t d = 0; d < problem.p.D && v * N<T> < tile.count; d += N<T>) {
       V<T> block[N<T>];
       for (int i = 0; i < N<T>; ++i)
         block[i] = d + i < problem.p.D ? load(grad_t + (d + i) * kTile<T> + v * N<T>) * A<T>(problem.p.scale)
@@ -45,7 +45,7 @@ inline void put_grad_keys_of(const Problem<T>& problem, const View& view, int64_
     S* to = data + offset(view, b, hk, j);
     V<T> finite{};
     for (int64_t d = 0; d < columns; d += N<T>) finite += load(from + d) * A<T>(0);
-    const bool hide = reduce_add<A<T>>(finite) != 0 && !problem.key_is_seen(b, hk, j);
+    const bool hide = any(finite != 0) && !problem.key_is_seen(b, hk, j);
     for (int64_t d = 0; d < columns; d += N<T>)
       store_row<A<T>>(to + d * view.stride[3], view.stride[3], columns - d,
                       hide ? V<T>{} : load(from + d) * scale);
@@ -80,7 +80,7 @@ struct Chunks {
     // As many as its part of the work deserves.
     const double wanted = own.keys > 0 ? 4 * threads * (own.keys / all.keys) / double(units) : 1;
     const int64_t visible = p.L > 0 ? problem.key_end - problem.key_begin : 0;
-    few_rows = p.L > 0 && has_few_rows(problem);
+    few_rows = p.L > 0 && has_few_rows(problem, kDecodeGradRows);
     count = few_rows ? decode_splits(problem, all.heads)
                      : max(1, min(int64_t(__builtin_ceil(wanted)), visible / 512));
     keys = max(kBlock, round_up((p.S + count - 1) / count, kBlock));
@@ -105,7 +105,7 @@ inline void backward_head(const Problem<T>& problem, const AttentionGradParams& 
   scratch.take(arena, problem);
   KeyScratch<T> key_scratch;
   key_scratch.take(arena, problem, Use::backward);
-  const int64_t span_keys = round_up(chunk_end - chunk_begin, kBlock);
+  const int64_t span_keys = round_up(chunk_end - chunk_begin, kKeyStep<T>);
   A<T>* grad_key = arena.take_zero<A<T>>(span_keys * scratch.columns);
   A<T>* grad_value = arena.take_zero<A<T>>(span_keys * scratch.columns_v);
   const int64_t together = max(

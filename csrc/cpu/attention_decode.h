@@ -8,18 +8,19 @@ namespace fastattn::FASTATTN_ISA {
 namespace {
 
 constexpr int64_t kDecodeRows = 8;
+constexpr int64_t kDecodeGradRows = 16;  // of the backward, where a tile has twice as many panels to pack
 // Keys that are computed with while the next ones are on their way from memory, where each is read once. They
 // stay in the first-level cache for all rows of a group.
 constexpr int64_t kStrip = 16;
 template <class T>
-inline bool has_few_rows(const Problem<T>& problem) {
-  return problem.group * problem.p.L <= min(kDecodeRows, kTile<T>) && !problem.has_dropout();
+inline bool has_few_rows(const Problem<T>& problem, int64_t limit) {
+  return problem.group * problem.p.L <= min(limit, kTile<T>) && !problem.has_dropout();
 }
 
 template <class T>
 struct Decode {
   Tile<T> tile;
-  A<T> reference[kDecodeRows], sum[kDecodeRows];
+  A<T> reference[kDecodeGradRows], sum[kDecodeGradRows];
   int64_t columns, columns_v;  // D and Dv as padded
   A<T>* query;                 // [rows][columns]
   A<T>* out;                   // [rows][columns_v]

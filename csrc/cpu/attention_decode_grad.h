@@ -11,13 +11,13 @@ namespace {
 template <class T>
 struct DecodeGrad {
   Decode<T> decode;  // its scores become weights, 2^(score - reference - log_sum)
-  A<T> log_sum[kDecodeRows], delta[kDecodeRows], grad_lse[kDecodeRows];
-  double alibi[kDecodeRows];  // sum of dS * distance per row
-  bool one_block;             // see GradTile
-  bool finite;                // queries and incoming gradients are
-  A<T>* grad_out;             // [rows][columns_v]
-  A<T>* grad_query;           // [rows][columns]
-  A<T>* grads;                // [rows][kBlock]: dP, then dS
+  A<T> log_sum[kDecodeGradRows], delta[kDecodeGradRows], grad_lse[kDecodeGradRows];
+  double alibi[kDecodeGradRows];  // sum of dS * distance per row
+  bool one_block;                 // see GradTile
+  bool finite;                    // queries and incoming gradients are
+  A<T>* grad_out;                 // [rows][columns_v]
+  A<T>* grad_query;               // [rows][columns]
+  A<T>* grads;                    // [rows][kBlock]: dP, then dS
 };
 
 // Keys [begin, end) of one head as pointers to rows of `columns`, converted where they are in half precision.

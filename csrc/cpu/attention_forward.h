@@ -95,7 +95,7 @@ struct ForwardPlan {
   int64_t tasks, merges, memory;
   ForwardPlan(const Problem<T>& problem, const AttentionParams& p, const Work& all, int threads) {
     const int64_t heads = p.B * p.Hkv, visible = problem.key_end - problem.key_begin;
-    few_rows = has_few_rows(problem);
+    few_rows = has_few_rows(problem, kDecodeRows);
     rows_v = round_up(p.Dv, Format<T>::kRows);
     if (few_rows) {
       splits = decode_splits(problem, all.heads);

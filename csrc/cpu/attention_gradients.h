@@ -48,6 +48,25 @@ inline void reserve(const Problem<T>& problem, const GradScratch<T>& scratch, Ar
   g.grad_out = arena.take<E<T>>(kTile<T> * scratch.columns_v);
   g.grad_query_t = arena.take<A<T>>(round_up(problem.p.D, Format<T>::kRows) * kTile<T>);
 }
+// rowsum(dO * O) of the rows of vector v; 0 for those that see nothing.
+template <class S, class T>
+inline V<T> row_products(const AttentionGradParams& p, const Tile<T>& tile, int v) {
+  V<T> products[N<T>];
+  for (int i = 0; i < N<T>; ++i) {
+    products[i] = V<T>{};
+    const int r = v * N<T> + i;
+    if (!tile.seen[r]) continue;
+    const S* out = static_cast<const S*>(p.out.data) + offset(p.out, tile.b, tile.head[r], tile.row[r]);
+    const S* grad =
+        static_cast<const S*>(p.grad_out.data) + offset(p.grad_out, tile.b, tile.head[r], tile.row[r]);
+    const int64_t stride = p.grad_out.stride[3];
+    for (int64_t d = 0; d < p.Dv; d += N<T>)
+      products[i] +=
+          load_row<A<T>>(out + d, 1, p.Dv - d) * load_row<A<T>>(grad + d * stride, stride, p.Dv - d);
+  }
+  return reduce_rows<A<T>>(products);
+}
+
 template <class T>
 inline void prepare(const Problem<T>& problem, const AttentionGradParams& p, const Tile<T>& tile,
                     GradScratch<T>& scratch, const KeyScratch<T>& key_scratch, Arena& arena, GradTile<T>& g) {
@@ -59,25 +78,14 @@ inline void prepare(const Problem<T>& problem, const AttentionGradParams& p, con
               size_t(round_up(p.D, Format<T>::kRows) * kTile<T>) * sizeof(A<T>));
   find_level(problem, tile, g.query_t, arena, key_scratch, scratch.scores, g.level);
   const A<T>* grad_lse = static_cast<const A<T>*>(p.grad_lse.data);
-  for (int r = 0; r < kTile<T>; ++r) {
-    A<T> delta = 0, lse = 0;
-    const int64_t h = tile.head[r], i = tile.row[r];
-    if (r < tile.count) {
-      if (tile.seen[r]) {
-        with_dtype_beside<T>(p.out.dtype, [&]<class S>(S) {
-          const S* out = static_cast<const S*>(p.out.data) + offset(p.out, tile.b, h, i);
-          const S* grad = static_cast<const S*>(p.grad_out.data) + offset(p.grad_out, tile.b, h, i);
-          V<T> sum{};
-          for (int64_t d = 0; d < p.Dv; d += N<T>)
-            sum += load_row<A<T>>(out + d, 1, p.Dv - d) *
-                   load_row<A<T>>(grad + d * p.grad_out.stride[3], p.grad_out.stride[3], p.Dv - d);
-          delta = reduce_add<A<T>>(sum);
-        });
-      }
-      if (grad_lse) lse = grad_lse[offset(p.grad_lse, tile.b, h, i)];
-    }
-    g.grad_lse[r / N<T>][r % N<T>] = lse;
-    g.delta[r / N<T>][r % N<T>] = delta - lse;
+  for (int v = 0; v < NV; ++v) {
+    V<T> lse{};
+    for (int r = v * N<T>; grad_lse && r < min(tile.count, (v + 1) * N<T>); ++r)
+      lse[r % N<T>] = grad_lse[offset(p.grad_lse, tile.b, tile.head[r], tile.row[r])];
+    g.grad_lse[v] = lse;
+    g.delta[v] = -lse;
+    if (v * N<T> < tile.count)
+      with_dtype_beside<T>(p.out.dtype, [&]<class S>(S) { g.delta[v] += row_products<S>(p, tile, v); });
   }
   for (double& x : g.alibi) x = 0;
   g.one_block = (problem.half || g.level.exact) && tile.lo_min < tile.hi_max &&
@@ -197,10 +205,10 @@ inline void grad_products(const Problem<T>& problem, const Tile<T>& tile, GradTi
   for_visible(tile, block.begin, span, [&](Span part, auto vectors, int lane) {
     const int64_t first = part.begin, count = part.end - part.begin, from = first * kTile<T> + lane;
     const int64_t columns = scratch.columns, columns_v = scratch.columns_v;
-    Format<T>::template keys<vectors>(count, columns_v, weights + from, g.grad_out + lane * columns_v,
-                                      grad_value + first * columns_v);
-    Format<T>::template keys<vectors>(count, columns, grads + from, g.query + lane * columns,
-                                      grad_key + first * columns);
+    const int64_t rows = min(vectors * N<T>, tile.count - lane);
+    Format<T>::keys(count, rows, columns_v, weights + from, g.grad_out + lane * columns_v,
+                    grad_value + first * columns_v);
+    Format<T>::keys(count, rows, columns, grads + from, g.query + lane * columns, grad_key + first * columns);
     Format<T>::template outputs<vectors>(round_up(problem.p.D, Format<T>::kRows), count,
                                          block.key_t.at(0, first), block.key_t.ld, pairs + from,
                                          g.grad_query_t + lane);

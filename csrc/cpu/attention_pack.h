@@ -53,6 +53,7 @@ inline void pack_transposed_of(const Tile<T>& tile, const View& view, int64_t co
   const int64_t stride = view.stride[3];
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) {
+    if (!kPairs<T> && v * N<T> >= tile.count) break;
     const S* row[N<T>];
     for (int r = 0; r < N<T>; ++r) {
       int s = v * N<T> + r;
@@ -102,7 +103,7 @@ inline void pack_rows_of(const Tile<T>& tile, const View& view, int64_t columns,
   auto row = [&](int r) -> const S* {
     return tile.seen[r] ? data + offset(view, tile.b, tile.head[r], tile.row[r]) : nullptr;
   };
-  for (int r = 0; r < kTile<T>; r += Format<T>::kStep) {
+  for (int r = 0; r < (kPairs<T> ? kTile<T> : tile.count); r += Format<T>::kStep) {
     const S* first = row(r);
     if constexpr (kPairs<T>) {
       const S* second = row(r + 1);

@@ -130,14 +130,13 @@ struct Plain {
       table<Product::outputs, NV>.rows[rows - 1](K, a + m, ld, b, 0, c + m * kWide, 0);
     });
   }
-  // N is a multiple of the vector length, and the distance of the rows of b and c. NV counts the vectors of
-  // a.
-  template <int NV = kColumns>
-  static void keys(int64_t M, int64_t N, const E* a, const E* b, E* c) {
+  // N is a multiple of the vector length, and the distance of the rows of b and c. K > 0 counts the query
+  // rows.
+  static void keys(int64_t M, int64_t K, int64_t N, const E* a, const E* b, E* c) {
     for (int64_t n = 0; n < N; n += kWide) {
       const Tile* tiles = N - n < kWide ? table<Product::keys, 1>.rows : table<Product::keys>.rows;
       for_row_shares(M, [&](int64_t m, int64_t rows) {
-        tiles[rows - 1](NV * kLanes<E>, a + m * kWide, 0, b + n, N, c + m * N + n, N);
+        tiles[rows - 1](K, a + m * kWide, 0, b + n, N, c + m * N + n, N);
       });
     }
   }
@@ -315,9 +314,8 @@ struct Pair {
     static_assert(NV == kColumns);
     gemm(M, kWide, K, a, ld, b, kWide, c, kWide, true);
   }
-  template <int NV = kColumns>
-  static void keys(int64_t M, int64_t N, const bf16* a, const bf16* b, float* c) {
-    static_assert(NV == kColumns);
+  // Rows behind the last are zero, up to the whole tile.
+  static void keys(int64_t M, int64_t, int64_t N, const bf16* a, const bf16* b, float* c) {
     gemm(M, N, kWide, a, kWide, b, N, c, N, true);
   }
 };
