@@ -99,6 +99,21 @@ def test_sizes(impl, dtype, causal):
             check(call(case, impl), case)
 
 
+@choices((torch.float32, torch.float64, torch.bfloat16, torch.float16), (torch.float32,))
+@pytest.mark.parametrize("options", (
+    {}, {"mask": "float", "mask_shape": "hls"}, {"mask": "float", "mask_shape": "bhls", "scale": 20.0},
+    {
+        "mask": "float", "mask_shape": "ls", "padding": True, "alibi": "bh", "sinks": True, "softcap": 2.5,
+        "window_size": (140, 3), "causal_alignment": "lower_right",
+    },
+), ids=str)  # fmt: skip
+def test_few_queries(impl, dtype, options):
+    """One row to some more than have kernels of their own, against one key and several blocks of them."""
+    for L, S in thin(impl, ((1, 1), (1, 1100), (2, 3), (3, 130), (4, 300), (5, 17), (8, 40), (9, 257))):
+        case = make_case(**({"B": 2, "H": 4, "Hkv": 2, "L": L, "S": S, "D": 21, "dtype": dtype} | options))
+        check(call(case, impl), case)
+
+
 @pytest.mark.parametrize("B, H, Hkv, L, S, D, Dv", [
     (0, 2, 2, 3, 4, 5, 6), (2, 0, 0, 3, 4, 5, 6), (2, 4, 2, 0, 4, 5, 6), (2, 4, 2, 3, 0, 5, 6),
     (2, 2, 1, 3, 4, 5, 0), (2, 2, 2, 0, 0, 5, 5), (0, 0, 0, 0, 0, 1, 0),
@@ -284,6 +299,11 @@ def test_repeatable_and_independent_of_threads(impl):
     case = make_case(
         2, 4, 2, 70, 90, 16, dtype=torch.float32, mask="float", mask_shape="hls", sinks=True, dropout_p=0.2
     )
+    check_repeatable(case, impl)
+    check_repeatable(make_case(1, 4, 2, 2, 1100, 64, dtype=torch.float32, alibi="bh", sinks=True), impl)
+
+
+def check_repeatable(case, impl):
     first = call(case, impl)
     threads = torch.get_num_threads()
     try:

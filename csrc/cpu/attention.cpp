@@ -18,8 +18,9 @@
 //   attention_decode.h     forward of few query rows
 //   attention_forward.h    forward of all others
 //   attention_gradients.h  dS of a tile and a key block, and its products
+//   attention_decode_grad.h  backward of few query rows
 //   attention_mask_grad.h  gradient of a mask
-//   attention_backward.h   backward
+//   attention_backward.h   backward of all others
 //   attention_weights.h    the weights themselves
 //   attention_causality.h  whether a mask is a causal one
 #include "attention.h"
