@@ -51,20 +51,20 @@ inline void reserve(const Problem<T>& problem, const GradScratch<T>& scratch, Ar
 // rowsum(dO * O) of the rows of vector v; 0 for those that see nothing.
 template <class S, class T>
 inline V<T> row_products(const AttentionGradParams& p, const Tile<T>& tile, int v) {
-  V<T> products[N<T>];
+  V<T> products{};
   for (int i = 0; i < N<T>; ++i) {
-    products[i] = V<T>{};
     const int r = v * N<T> + i;
     if (!tile.seen[r]) continue;
     const S* out = static_cast<const S*>(p.out.data) + offset(p.out, tile.b, tile.head[r], tile.row[r]);
     const S* grad =
         static_cast<const S*>(p.grad_out.data) + offset(p.grad_out, tile.b, tile.head[r], tile.row[r]);
     const int64_t stride = p.grad_out.stride[3];
+    V<T> sum{};
     for (int64_t d = 0; d < p.Dv; d += N<T>)
-      products[i] +=
-          load_row<A<T>>(out + d, 1, p.Dv - d) * load_row<A<T>>(grad + d * stride, stride, p.Dv - d);
+      sum += load_row<A<T>>(out + d, 1, p.Dv - d) * load_row<A<T>>(grad + d * stride, stride, p.Dv - d);
+    products[i] = reduce_add<A<T>>(sum);  // in the order of dP, so that roundings cancel where P is 1
   }
-  return reduce_rows<A<T>>(products);
+  return products;
 }
 
 template <class T>
