@@ -6,6 +6,7 @@ A case is a row of plain values; everything measured follows from it. Contestant
 """
 
 import copy
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -260,6 +261,13 @@ BARS = (
     Bar("memory, forward+backward, L=16384", "memory", each=1.5, contestant="auto", measure="memory"),
     Bar("small call (at most 1.5x torch's time)", "small", each=1 / 1.5, contestant="auto"),
     Bar("auto never slower, whole grid", "grid", each=1.0, contestant="auto"),
+    Bar("auto never slower, random shapes, forward", "random forward", each=1.0, contestant="auto"),
+    Bar(
+        "auto never slower, random shapes, forward+backward",
+        "random forward+backward",
+        each=1.0,
+        contestant="auto",
+    ),
 )
 
 
@@ -299,8 +307,30 @@ def _decode() -> Iterator[AttentionCase]:
                 )
 
 
+def _random() -> Iterator[AttentionCase]:
+    """Shapes that nobody chose: few queries, odd lengths and head dims, many small heads, shared heads."""
+    draw = random.Random(0)
+    for backward in (False, True):
+        drawn = set()
+        while len(drawn) < 24:
+            batch, kv_heads = draw.choice((1, 1, 2, 4, 16, 64)), draw.choice((1, 2, 4, 8))
+            heads = kv_heads * draw.choice((1, 1, 1, 2, 4))
+            queries = draw.choice((1, 1, 2, 4, 7, 16, 33, 64, 128, 197, 256, 512, 1024))
+            keys = draw.choice((queries, queries, 16, 77, 300, 1024, 2048))
+            head_dim = draw.choice((16, 32, 40, 64, 64, 80, 96, 128, 256))
+            shape = (batch, heads, kv_heads, queries, keys, head_dim, draw.choice(tuple(DTYPES)))
+            size = batch * heads * queries * keys * head_dim
+            if shape in drawn or not 1e6 < size < 3e8:
+                continue
+            drawn.add(shape)
+            tag = f"random {'forward+backward' if backward else 'forward'}"
+            causal = queries == keys and draw.random() < 0.5
+            yield AttentionCase("random", *shape, causal=causal, backward=backward, tags=(tag,))
+
+
 def _cases() -> Iterator[Case]:
     yield from _grid()
+    yield from _random()
     yield from _decode()
     for dtype in DTYPES:
         for backward in (False, True):

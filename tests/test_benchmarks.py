@@ -153,6 +153,9 @@ def test_cases_beside_the_grid_are_complete():
     assert modules == set(itertools.product([4], [512], [512], [True, False], [True, False]))
     (small,) = named("small")
     assert (small.batch, small.heads, small.queries, small.head_dim) == (1, 1, 8, 16)
+    drawn = named("random")
+    assert len(drawn) == 48 and {case.head_dim % 16 for case in drawn} > {0}
+    assert min(case.queries for case in drawn) == 1 and any(case.kv_heads < case.heads for case in drawn)
     memory_cases = [case for case in attention.CASES if case.family == "memory"]
     assert memory_cases
     assert all((c.length, c.heads, c.head_dim) == (16384, 8, 64) for c in memory_cases)
@@ -185,6 +188,8 @@ def test_every_bar_has_cases_and_the_promised_height():
         "memory, forward+backward, L=16384": (None, 1.5),
         "small call (at most 1.5x torch's time)": (None, pytest.approx(1 / 1.5)),
         "auto never slower, whole grid": (None, 1.0),
+        "auto never slower, random shapes, forward": (None, 1.0),
+        "auto never slower, random shapes, forward+backward": (None, 1.0),
     }
 
 
