@@ -205,7 +205,7 @@ def cases(draw):
 
 def test_random_combinations(impl):
     @settings(
-        max_examples=15 if impl == "triton" else 60, derandomize=True, deadline=None, database=None,
+        max_examples=8 if impl == "triton" else 60, derandomize=True, deadline=None, database=None,
         suppress_health_check=(HealthCheck.too_slow,),
     )  # fmt: skip
     @given(case=cases())
@@ -272,7 +272,7 @@ def test_gradients_in_float64(impl):
         "everything, causal",
     )
     names = (*names, "softcap", "sinks and empty rows", "negative scale, causal")
-    for name in names[4:6] if impl == "triton" else names:
+    for name in ("everything",) if impl == "triton" else names:
         case = make_case(**(OPTIONS[name] | {"B": 1, "L": 3, "S": 4, "D": 2, "Dv": 3}))
         wanted = case.tensors()
 
