@@ -520,7 +520,8 @@ def test_weights(impl, options, dtype):
 
 def test_weights_have_gradients(impl):
     for average in (True, False):
-        for options in thin(impl, ({"mask": "float", "padding": True, "dropout_p": 0.3}, {"is_causal": True})):
+        choices = ({"mask": "float", "padding": True, "dropout_p": 0.3}, {"is_causal": True})
+        for options in thin(impl, choices):
             case = make_case(1, 2, L=4, S=5, D=3, **options)
             inputs = {n: t.nan_to_num(neginf=-1.0).requires_grad_() for n, t in case.tensors().items()}
 
