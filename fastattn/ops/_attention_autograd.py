@@ -1,6 +1,5 @@
 """The registered ops of softmax attention, and their derivatives under autograd and torch.func."""
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -148,10 +147,15 @@ class Attention(torch.autograd.Function):
         return tuple(fold.unfold(t) for t in outputs), (0, 0)
 
 
+_forward_boxed = forward_op._handle.redispatch_boxed
+
+
 class PlainAttention(Attention):
     """The same for tensors known to be plain, where nothing but autograd has to see the call."""
 
-    forward = staticmethod(partial(forward_op._handle.redispatch_boxed, CPU_KEYS))
+    @staticmethod
+    def forward(*args):  # a function with a signature, which torch 2.14 asks for
+        return _forward_boxed(CPU_KEYS, *args)
 
 
 # As in apply_function, without looking for what is known to be absent.
