@@ -43,6 +43,15 @@ def test_a_failure_stops_nothing_and_is_tried_again_after_the_rest(tmp_path, cap
     assert gpu.run(stages, tmp_path, sources="a") and ran(tmp_path) == "b"
 
 
+def test_a_stage_that_skips_everything_has_not_passed(tmp_path):
+    bodies = {"skips": "__import__('pytest').skip('no')", "passes": "assert True"}
+    for name, body in bodies.items():
+        (tmp_path / f"test_{name}.py").write_text(f"def test_one():\n    {body}\n")
+    stages = {name: gpu.tests(str(tmp_path / f"test_{name}.py")) for name in bodies}
+    assert not gpu.run(stages, tmp_path, sources="a")
+    assert {n: r["result"] for n, r in gpu.read(tmp_path).items()} == {"skips": "failed", "passes": "passed"}
+
+
 def test_an_optional_stage_may_fail(tmp_path):
     stages = {"build": Stage((sys.executable, "-c", "raise SystemExit(1)"), optional=True)}
     for _ in range(2):
