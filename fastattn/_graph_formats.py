@@ -41,7 +41,7 @@ def of_matrix(matrix, name: str = "matrix") -> Parts:
 
 
 def _of_compressed(ptr: Tensor, index: Tensor, num_index: int) -> Compressed:
-    return Compressed(*torch.ops.fastattn.graph_checked_csr(ptr, index, num_index), None)
+    return Compressed(*torch.ops.fastattn.graph_checked_csr(ptr, index, num_index), None, num_index)
 
 
 def _of_torch(matrix: Tensor) -> Parts:
@@ -60,7 +60,7 @@ def _of_torch(matrix: Tensor) -> Parts:
         return num_src, num_dst, csr, None
     if matrix.layout == torch.sparse_csc:
         csc = _of_compressed(matrix.ccol_indices(), matrix.row_indices(), num_dst)
-        return num_src, num_dst, transposed(csc, num_dst), csc
+        return num_src, num_dst, transposed(csc), csc
     # Not indices(), which wants the matrix coalesced: duplicates are edges of their own.
     row, col = matrix._indices()
     return *of_edges(col, row, num_src, num_dst, _ENDS), None
@@ -77,7 +77,7 @@ def _of_scipy(matrix) -> Parts:
         if matrix.format == "csr":
             return num_src, num_dst, _of_compressed(ptr, index, num_src), None
         csc = _of_compressed(ptr, index, num_dst)
-        return num_src, num_dst, transposed(csc, num_dst), csc
+        return num_src, num_dst, transposed(csc), csc
     if matrix.format == "coo":
         row, col = _of_numpy(matrix.row), _of_numpy(matrix.col)
         return *of_edges(col, row, num_src, num_dst, _ENDS), None
@@ -148,7 +148,7 @@ def _adopt(edges, num_rows: int, num_index: int) -> Compressed | None:
         return None
     ptr, index = torch.ops.fastattn.graph_checked_csr(ptr, index, num_index)
     if perm is None:
-        return Compressed(ptr, index, None)
+        return Compressed(ptr, index, None, num_index)
     check_range("the permutation of edge_index", perm, index.shape[0], "edges")
     rises = torch.ones(perm.shape[0], dtype=torch.bool, device=perm.device)
     rises[1:] = perm[1:] > perm[:-1]
@@ -156,4 +156,5 @@ def _adopt(edges, num_rows: int, num_index: int) -> Compressed | None:
     rises[starts] = True
     if not bool(rises.all()):
         return None
-    return Compressed(ptr, index, perm.to(index_dtype(perm.shape[0], num_rows, num_index), copy=True))
+    perm = perm.to(index_dtype(perm.shape[0], num_rows, num_index), copy=True)
+    return Compressed(ptr, index, perm, num_index)

@@ -29,14 +29,15 @@ library.define("graph_checked_csr(Tensor rowptr, Tensor col, SymInt num_cols) ->
 class Compressed(NamedTuple):
     """Edges grouped by one of their ends.
 
-    The edges of row n stand at positions ``ptr[n]`` to ``ptr[n + 1]``; ``index`` holds their other ends and
-    ``perm`` the numbers that the caller knows them by, ascending within a row. ``perm`` is None where the
-    caller's order is this one.
+    The edges of row n stand at positions ``ptr[n]`` to ``ptr[n + 1]``; ``index`` holds their other ends, of
+    which there are ``num_cols``, and ``perm`` the numbers that the caller knows them by, ascending within a
+    row. ``perm`` is None where the caller's order is this one.
     """
 
     ptr: Tensor
     index: Tensor
     perm: Tensor | None
+    num_cols: int
 
 
 def index_dtype(num_edges: int, num_rows: int, num_cols: int) -> torch.dtype:
@@ -121,13 +122,13 @@ def compress(row: Tensor, col: Tensor, num_rows: int, num_cols: int) -> Compress
     rowptr, sorted_col, perm = torch.ops.fastattn.graph_csr(row, col, num_rows, num_cols)
     # A tracer cannot decide by values, and loses nothing but a little speed; meta tensors have none.
     if not is_compiling() and not is_watched() and not row.is_meta and bool((row[1:] >= row[:-1]).all()):
-        return Compressed(rowptr, sorted_col, None)
-    return Compressed(rowptr, sorted_col, perm)
+        perm = None
+    return Compressed(rowptr, sorted_col, perm, num_cols)
 
 
 def edge_ends(edges: Compressed) -> tuple[Tensor, Tensor]:
     """For each edge, in the caller's order: its row, and what ``index`` says of it."""
-    ptr, index, perm = edges
+    ptr, index, perm, _ = edges
     E = index.shape[0]
     rows = torch.arange(ptr.shape[0] - 1, dtype=index.dtype, device=ptr.device)
     row = torch.repeat_interleave(rows, ptr.diff(), output_size=E)
@@ -137,11 +138,12 @@ def edge_ends(edges: Compressed) -> tuple[Tensor, Tensor]:
     return tuple(torch.empty_like(index).scatter_(0, perm, end) for end in (row, index))
 
 
-def transposed(edges: Compressed, num_cols: int) -> Compressed:
+def transposed(edges: Compressed) -> Compressed:
     """The same edges, with the same numbers, grouped by their other end."""
     row, col = edge_ends(edges)
-    ptr, *rest = compress(col, row, num_cols, edges.ptr.shape[0] - 1)
-    return Compressed(ptr, *(t if t is None else t.to(edges.index.dtype) for t in rest))
+    num_cols = edges.ptr.shape[0] - 1
+    ptr, *rest, _ = compress(col, row, edges.num_cols, num_cols)
+    return Compressed(ptr, *(t if t is None else t.to(edges.index.dtype) for t in rest), num_cols)
 
 
 class Graph:
@@ -207,7 +209,7 @@ class Graph:
 
     def _set(self, num_src: int, num_dst: int, csr: Compressed, csc: Compressed | None = None) -> None:
         self.num_src, self.num_dst, self.num_edges = num_src, num_dst, csr.index.shape[0]
-        self.rowptr, self.col, self.perm = csr
+        self.rowptr, self.col, self.perm, _ = csr
         self._csr = csr
         self._csc = csc
         self._vectors: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -244,7 +246,7 @@ class Graph:
         num_src = num_dst if num_src is None else _check_size("num_src", num_src)
         with _plain():
             checked = torch.ops.fastattn.graph_checked_csr(rowptr, col, num_src)
-            return _make(num_src, num_dst, Compressed(*checked, None))
+            return _make(num_src, num_dst, Compressed(*checked, None, num_src))
 
     @classmethod
     def from_sparse(cls, matrix) -> Graph:
@@ -271,15 +273,15 @@ class Graph:
 
     @property
     def csr(self) -> Compressed:
-        """By target: (rowptr, col, perm)."""
+        """By target: (rowptr, col, perm, num_src)."""
         return self._csr
 
     @property
     def csc(self) -> Compressed:
-        """By source: (colptr, row, perm_t)."""
+        """By source: (colptr, row, perm_t, num_dst)."""
         if self._csc is None:
             with _plain():
-                self._csc = transposed(self.csr, self.num_src)
+                self._csc = transposed(self.csr)
         return self._csc
 
     @property
@@ -313,7 +315,8 @@ class Graph:
         def move(edges: Compressed | None) -> Compressed | None:
             if edges is None:
                 return None
-            return Compressed(*(t if t is None else t.to(device, non_blocking=non_blocking) for t in edges))
+            tensors = (t if t is None else t.to(device, non_blocking=non_blocking) for t in edges[:3])
+            return Compressed(*tensors, edges.num_cols)
 
         with _plain():
             return _make(self.num_src, self.num_dst, move(self.csr), move(self._csc))

@@ -225,7 +225,7 @@ def _edges_of(case: Case) -> tuple[int, int, tuple, tuple]:
     N, E = 1000, 50000 if "divided" in case.options else 500
     index = lambda size, dtype=torch.int32: torch.empty(size, dtype=dtype, device="meta")  # noqa: E731
     by_target, by_source = ((index(N + 1, torch.int64), index(E), index(E)) for _ in range(2))
-    return N, E, by_target, by_source
+    return N, E, (*by_target, N), by_source
 
 
 def compile_aggregation(case: Case) -> None:
@@ -282,7 +282,7 @@ def compile_graph_attention(case: Case) -> None:
         edge is not None,
     )
     if full:
-        graph_attention.edge_softmax_backward(per_edge, per_edge, per_edge, *by_target)
+        graph_attention.edge_softmax_backward(per_edge, per_edge, per_edge, *by_target[:3])
 
 
 def compile_linear_attention(case: Case) -> None:

@@ -307,10 +307,10 @@ def _sum_of_messages(
 
 
 def aggregate_sum(
-    x: Tensor, rowptr: Tensor, col: Tensor, perm: Tensor | None, edge_weight: Tensor | None,
+    x: Tensor, rowptr: Tensor, col: Tensor, perm: Tensor | None, num_cols: int, edge_weight: Tensor | None,
     row_scale: Tensor | None, col_scale: Tensor | None, arg: Tensor | None, arg_of_rows: bool,
 ) -> Tensor:  # fmt: skip
-    _check_features("x", x, (None,) * 4)
+    _check_features("x", x, (None, num_cols, None, None))
     edges, (B, M, H, F) = Edges(rowptr, col, perm), x.shape
     weight, weight_stride = _check_weight(x.dtype, edge_weight, edges.count, H)
     row_scale, col_scale = _check_scales(x.dtype, row_scale, edges.rows, col_scale, M)
@@ -341,9 +341,10 @@ def sum_over_rows(
 
 
 def aggregate_max(
-    x: Tensor, rowptr: Tensor, col: Tensor, perm: Tensor | None, edge_weight: Tensor | None, minimum: bool
-) -> tuple[Tensor, Tensor]:
-    _check_features("x", x, (None,) * 4)
+    x: Tensor, rowptr: Tensor, col: Tensor, perm: Tensor | None, num_cols: int, edge_weight: Tensor | None,
+    minimum: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _check_features("x", x, (None, num_cols, None, None))
     edges, (B, _, H, F) = Edges(rowptr, col, perm), x.shape
     weight, weight_stride = _check_weight(x.dtype, edge_weight, edges.count, H)
     out, arg = x.new_empty(B, edges.rows, H, F), col.new_empty(B, edges.rows, H, F)
@@ -368,16 +369,16 @@ def aggregate_max(
 
 
 def edge_dot(
-    a: Tensor, b: Tensor, rowptr: Tensor, col: Tensor, perm: Tensor | None, row_scale: Tensor | None,
-    col_scale: Tensor | None, arg: Tensor | None, arg_of_rows: bool, per_head: bool,
+    a: Tensor, b: Tensor, rowptr: Tensor, col: Tensor, perm: Tensor | None, num_cols: int,
+    row_scale: Tensor | None, col_scale: Tensor | None, arg: Tensor | None, arg_of_rows: bool, per_head: bool,
 ) -> Tensor:  # fmt: skip
     _check_features("a", a, (None,) * 4)
     edges, (B, N, H, F) = Edges(rowptr, col, perm), a.shape
     check("a", a, (B, edges.rows, H, F))
-    M = check("b", b, (B, None, H, F), a.dtype)[1]
-    row_scale, col_scale = _check_scales(a.dtype, row_scale, N, col_scale, M)
+    check("b", b, (B, num_cols, H, F), a.dtype)
+    row_scale, col_scale = _check_scales(a.dtype, row_scale, N, col_scale, num_cols)
     if arg is not None:
-        check("arg", arg, (B, N if arg_of_rows else M, H, F), col.dtype)
+        check("arg", arg, (B, N if arg_of_rows else num_cols, H, F), col.dtype)
     dot = a.new_empty(edges.count, H if per_head else 1, dtype=wide_dtype(a.dtype))
     a, b, arg = _without_heads(per_head, a, b, arg)
     _, _, H, F = a.shape

@@ -533,11 +533,13 @@ class _Call:
 
     def __init__(
         self, score, query, key, value, alpha_src, alpha_dst, score_term, edge, att, rowptr, col, perm,
-        dropout_seed, scale, negative_slope, dropout_p,
+        num_src, dropout_seed, scale, negative_slope, dropout_p,
     ):  # fmt: skip
         if score not in ("additive", "dot", "gatv2"):
             raise RuntimeError(f"score must be additive, dot or gatv2, got {score}")
-        check("value", value, (None,) * 3, torch.float32, torch.float64, torch.bfloat16, torch.float16)
+        check(
+            "value", value, (num_src, None, None), torch.float32, torch.float64, torch.bfloat16, torch.float16
+        )
         self.edges = Edges(rowptr, col, perm)
         self.N_src, self.H, self.C = value.shape
         self.N_dst, self.E = self.edges.rows, self.edges.count
@@ -647,12 +649,13 @@ def graph_attention_backward(
     grad_out: Tensor, grad_attention: Tensor | None, out: Tensor, stats: Tensor, attention: Tensor,
     score: str, query: Tensor | None, key: Tensor | None, value: Tensor, alpha_src: Tensor | None,
     alpha_dst: Tensor | None, score_term: Tensor | None, edge: Tensor | None, att: Tensor | None,
-    rowptr: Tensor, col: Tensor, perm: Tensor | None, colptr: Tensor, row: Tensor, perm_t: Tensor | None,
-    dropout_seed: Tensor | None, scale: float, negative_slope: float, dropout_p: float, edge_grad: bool,
+    rowptr: Tensor, col: Tensor, perm: Tensor | None, num_src: int, colptr: Tensor, row: Tensor,
+    perm_t: Tensor | None, dropout_seed: Tensor | None, scale: float, negative_slope: float,
+    dropout_p: float, edge_grad: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     call = _Call(
         score, query, key, value, alpha_src, alpha_dst, score_term, edge, att, rowptr, col, perm,
-        dropout_seed, scale, negative_slope, dropout_p,
+        num_src, dropout_seed, scale, negative_slope, dropout_p,
     )  # fmt: skip
     H, C, D, wide, by_target = call.H, call.C, call.D, call.wide, call.edges
     by_source = Edges(colptr, row, perm_t, ("colptr", "row", "perm_t"))

@@ -240,7 +240,9 @@ def test_wide_index(impl):
     for reduce, options in itertools.product(REDUCES, ({"weighted": True}, {"H": 2, "order": "by target"})):
         case = make_case(reduce=reduce, dtype=torch.float32, F=19, **options)
         graph = case.graph()
-        wide = [Compressed(*(t if t is None else t.long() for t in e)) for e in (graph.csr, graph.csc)]
+        wide = [
+            Compressed(*(t if t is None else t.long() for t in e[:3]), 13) for e in (graph.csr, graph.csc)
+        ]
         assert graph.col.dtype == torch.int32 and wide[0].index.dtype == torch.int64
         wide_graph = _make(13, 13, *wide)
         expected = call(case, impl)
@@ -346,8 +348,8 @@ def op_arguments(**changes):
     graph = make_case().graph()
     return {
         "x": torch.randn(2, 13, 3, 5), "rowptr": graph.rowptr, "col": graph.col, "perm": graph.perm,
-        "edge_weight": torch.randn(60, 3), "row_scale": torch.rand(13), "col_scale": torch.rand(13),
-        "arg": None, "arg_of_rows": False,
+        "num_cols": 13, "edge_weight": torch.randn(60, 3), "row_scale": torch.rand(13),
+        "col_scale": torch.rand(13), "arg": None, "arg_of_rows": False,
     } | changes  # fmt: skip
 
 
@@ -357,7 +359,8 @@ def test_registered_ops_refuse_what_does_not_fit():
     good = op_arguments()
     rowptr, col = good["rowptr"], good["col"]
     wrong = {
-        "x": [torch.randn(13, 3, 5), torch.zeros(2, 13, 3, 5, dtype=torch.int32)],
+        "num_cols": [12, 14, -1],
+        "x": [torch.randn(13, 3, 5), torch.randn(2, 12, 3, 5), torch.zeros(2, 13, 3, 5, dtype=torch.int32)],
         "rowptr": [
             rowptr[:0], rowptr.int(), rowptr + 1, rowptr[:-3], rowptr[None],
             torch.cat([rowptr, rowptr[-1:] + 1]),
@@ -374,11 +377,12 @@ def test_registered_ops_refuse_what_does_not_fit():
         for value in values:
             with pytest.raises(RuntimeError, match="must"):
                 torch.ops.fastattn.aggregate_sum(**good | {name: value})
-            if name in ("x", "rowptr", "col", "perm", "edge_weight"):
-                common = {n: good[n] for n in ("x", "rowptr", "col", "perm", "edge_weight")} | {name: value}
+            arguments_of_max = ("x", "rowptr", "col", "perm", "num_cols", "edge_weight")
+            if name in arguments_of_max:
+                common = {n: good[n] for n in arguments_of_max} | {name: value}
                 with pytest.raises(RuntimeError, match="must"):
                     torch.ops.fastattn.aggregate_max(**common, minimum=False)
-            if name in ("rowptr", "col", "perm", "row_scale", "col_scale"):
+            if name in ("rowptr", "col", "perm", "num_cols", "row_scale", "col_scale"):
                 common = {n: v for n, v in good.items() if n not in ("x", "edge_weight")} | {name: value}
                 with pytest.raises(RuntimeError, match="must"):
                     torch.ops.fastattn.edge_dot(good["x"], good["x"], **common, per_head=True)

@@ -146,7 +146,7 @@ def test_vmap_over_graphs_and_scales():
     torch.testing.assert_close(torch.vmap(scaled)(rows), torch.stack([scaled(r) for r in rows]))
 
     def on_graph(col, perm):
-        return torch.ops.fastattn.aggregate_max(x, graph.rowptr, col, perm, None, False)
+        return torch.ops.fastattn.aggregate_max(x, graph.rowptr, col, perm, 5, None, False)
 
     each = zip(*[on_graph(*(t[n] for t in many)) for n in range(2)], strict=True)
     torch.testing.assert_close(torch.vmap(on_graph)(*many), tuple(map(torch.stack, each)))
@@ -260,6 +260,18 @@ def test_traces_and_profiles_hold_the_operator():
     assert "fastattn::aggregate_max" in [event.key for event in profile.key_averages()]
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("reduce", ("mean", "max"))
+def test_traced_calls_refuse_other_numbers_of_nodes(impl, reduce):
+    """A trace keeps the graph and forgets what was checked against it: the op has to see it again."""
+    graph, x = make_case().graph(), torch.randn(13, 4)
+    run = lambda x: aggregate(x, graph, reduce, impl=impl)  # noqa: E731
+    traced = torch.jit.trace(run, x, check_trace=False)
+    torch.testing.assert_close(traced(2 * x), run(2 * x))
+    with pytest.raises((RuntimeError, IndexError), match="must|out of (range|DATA bounds)"):
+        traced(torch.randn(5, 4))
+
+
 def test_opcheck():
     """Schemas, fakes, layouts and derivatives, with and without optional arguments."""
     require_kernels("cpu")
@@ -272,7 +284,7 @@ def test_opcheck():
     arg = ops.aggregate_max(x.detach(), *csr, None, True)[1]
     for op, args in (
         (ops.aggregate_sum, (x, *csr, weight, rows, cols, None, False)),
-        (ops.aggregate_sum, (x, csr.ptr, csr.index, None, None, None, None, arg, True)),
+        (ops.aggregate_sum, (x, csr.ptr, csr.index, None, 5, None, None, None, arg, True)),
         (ops.aggregate_max, (x, *csr, shared, False)),
         (ops.aggregate_max, (x.half().detach(), *csr, None, True)),
         (ops.edge_dot, (a, x, *csr, rows, cols, arg, True, True)),

@@ -440,7 +440,7 @@ def test_inference_mode_leaves_no_trace():
         edges = EDGES.clone()
         graph = Graph(edges)
         graph.csc, graph._vector("in", torch.float32)
-    for tensor in (*graph.csr, *graph.csc, graph._vector("in", torch.float32)):
+    for tensor in (*graph.csr[:3], *graph.csc[:3], graph._vector("in", torch.float32)):
         assert tensor is None or not tensor.is_inference()
 
 
@@ -448,7 +448,7 @@ def test_transforms_leave_no_trace():
     graph = Graph(EDGES)
     torch.func.grad(lambda x: fastattn.aggregate(x, graph, "mean").sum())(torch.randn(5, 2))
     torch.vmap(lambda x: fastattn.aggregate(x, graph, "both"))(torch.randn(3, 5, 2))
-    for tensor in (*graph.csc, *graph._vectors.values()):
+    for tensor in (*graph.csc[:3], *graph._vectors.values()):
         assert tensor is None or not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     assert_describes(pickle.loads(pickle.dumps(graph)), *EDGES, 5, 5)
 

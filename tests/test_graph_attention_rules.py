@@ -364,9 +364,27 @@ def test_opcheck(form):
     inputs = [None if t is None else t.detach() for t in inputs]
     args = (
         case.grad_out, case.grad_attention, out.detach(), stats, weights.detach(), score, *inputs,
-        *case.graph.csr, *case.graph.csc, None, 0.5, 0.2, 0.0, True,
+        *case.graph.csr, *case.graph.csc[:3], None, 0.5, 0.2, 0.0, True,
     )  # fmt: skip
     torch.library.opcheck(fused.backward_op, args)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("form", FORMS)
+def test_traced_calls_refuse_other_numbers_of_sources(impl, form):
+    """A trace keeps the graph and forgets what was checked against it: the op has to see it again."""
+    case = make_case(form, dtype=torch.float32)
+    names, inputs = tuple(case.tensors), tuple(case.tensors.values())
+
+    def attend(*tensors):
+        return getattr(fastattn, form)(**dict(zip(names, tensors, strict=True)), graph=case.graph, impl=impl)
+
+    traced = torch.jit.trace(attend, inputs)
+    torch.testing.assert_close(traced(*inputs), attend(*inputs))
+    sources = {"x", "alpha_src", "key", "value", "x_src"}
+    fewer = [t[:2] if name in sources else t for name, t in case.tensors.items()]
+    with pytest.raises((RuntimeError, IndexError), match="must|out of (range|DATA bounds)"):
+        traced(*fewer)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -510,19 +528,21 @@ def test_ops_refuse_what_would_be_read_out_of_bounds():
     require("cpu")
     case = make_case("gat_attention", dtype=torch.float32)
     x, alpha_src, alpha_dst, alpha_edge = case.tensors.values()
-    rowptr, col, perm = case.graph.csr
+    rowptr, col, perm, num_src = case.graph.csr
 
     def run(
-        x=x, alpha_src=alpha_src, alpha_dst=alpha_dst, term=alpha_edge, rowptr=rowptr, col=col, perm=perm
-    ):
+        x=x, alpha_src=alpha_src, alpha_dst=alpha_dst, term=alpha_edge, rowptr=rowptr, col=col, perm=perm,
+        num_src=num_src,
+    ):  # fmt: skip
         args = ("additive", None, None, x, alpha_src, alpha_dst, term, None, None, rowptr, col, perm)
-        return fused.forward_op(*args, None, 1.0, 0.2, 0.0, False)
+        return fused.forward_op(*args, num_src, None, 1.0, 0.2, 0.0, False)
 
     run()
     for changed in (
         {"alpha_src": alpha_src[1:]}, {"alpha_dst": alpha_dst[:, :1]}, {"term": alpha_edge[2:]},
         {"rowptr": rowptr[:-1]}, {"rowptr": rowptr + 1}, {"col": col[1:]}, {"perm": perm[1:]},
-        {"x": x[0]}, {"perm": perm.long()}, {"x": x.bfloat16(), "alpha_src": alpha_src.double()},
+        {"x": x[0]}, {"num_src": num_src + 1}, {"x": x[1:], "alpha_src": alpha_src[1:]},
+        {"perm": perm.long()}, {"x": x.bfloat16(), "alpha_src": alpha_src.double()},
     ):  # fmt: skip
         with pytest.raises(RuntimeError):
             run(**changed)
@@ -535,7 +555,7 @@ def test_indices_of_either_width(form):
     case = make_case(form, dtype=torch.float32)
     expected = call(case, "cpu")
     parts = [
-        fastattn.graph.Compressed(e.ptr, e.index.long(), e.perm.long())
+        fastattn.graph.Compressed(e.ptr, e.index.long(), e.perm.long(), e.num_cols)
         for e in (case.graph.csr, case.graph.csc)
     ]
     assert case.graph.col.dtype == torch.int32

@@ -73,20 +73,20 @@ Tensor allocate_output(const AggregateParams& p) {
 }
 View contiguous_view(const Tensor& tensor, DType dtype) { return {tensor.data_ptr(), dtype, {0, 0, 0, 0}}; }
 
-void fill_features(AggregateParams& p, const GraphArrays& graph, const Features& x) {
+void fill_features(AggregateParams& p, const GraphArrays& graph, const Features& x, int64_t num_cols) {
   p.graph = graph.view;
   p.B = x.array.size[0], p.M = x.array.size[1], p.H = x.array.size[2], p.F = x.array.size[3];
   p.x = x.array.view();
-  STD_TORCH_CHECK(p.M > 0 || p.graph.edges == 0, "x has no rows, but there are ", p.graph.edges, " edges");
+  check_nodes("x", p.M, num_cols);
 }
 
 Tensor aggregate_sum(const Tensor& x_, const Tensor& rowptr, const Tensor& col, const MaybeTensor& perm,
-                     const MaybeTensor& edge_weight, const MaybeTensor& row_scale_,
+                     int64_t num_cols, const MaybeTensor& edge_weight, const MaybeTensor& row_scale_,
                      const MaybeTensor& col_scale_, const MaybeTensor& arg_, bool arg_of_rows) {
   const GraphArrays graph(rowptr, col, perm);
   const Features x("x", x_);
   AggregateSumParams p{};
-  fill_features(p, graph, x);
+  fill_features(p, graph, x, num_cols);
   fill_weight(p, edge_weight);
   const Scale row_scale("row_scale", row_scale_, sum_dtype(p.x.dtype), p.graph.rows);
   const Scale col_scale("col_scale", col_scale_, sum_dtype(p.x.dtype), p.M);
@@ -102,12 +102,12 @@ Tensor aggregate_sum(const Tensor& x_, const Tensor& rowptr, const Tensor& col, 
 }
 
 std::tuple<Tensor, Tensor> aggregate_max(const Tensor& x_, const Tensor& rowptr, const Tensor& col,
-                                         const MaybeTensor& perm, const MaybeTensor& edge_weight,
-                                         bool minimum) {
+                                         const MaybeTensor& perm, int64_t num_cols,
+                                         const MaybeTensor& edge_weight, bool minimum) {
   const GraphArrays graph(rowptr, col, perm);
   const Features x("x", x_);
   AggregateMaxParams p{};
-  fill_features(p, graph, x);
+  fill_features(p, graph, x, num_cols);
   fill_weight(p, edge_weight);
   p.minimum = minimum;
   Tensor out = allocate_output(p);
@@ -119,8 +119,8 @@ std::tuple<Tensor, Tensor> aggregate_max(const Tensor& x_, const Tensor& rowptr,
 }
 
 Tensor edge_dot(const Tensor& a_, const Tensor& b_, const Tensor& rowptr, const Tensor& col,
-                const MaybeTensor& perm, const MaybeTensor& row_scale_, const MaybeTensor& col_scale_,
-                const MaybeTensor& arg_, bool arg_of_rows, bool per_head) {
+                const MaybeTensor& perm, int64_t num_cols, const MaybeTensor& row_scale_,
+                const MaybeTensor& col_scale_, const MaybeTensor& arg_, bool arg_of_rows, bool per_head) {
   const GraphArrays graph(rowptr, col, perm);
   const Features a("a", a_), b("b", b_);
   EdgeDotParams p{};
@@ -128,7 +128,7 @@ Tensor edge_dot(const Tensor& a_, const Tensor& b_, const Tensor& rowptr, const 
   p.B = b.array.size[0], p.M = b.array.size[1], p.H = b.array.size[2], p.F = b.array.size[3];
   const DType dtype = b.array.dtype;
   a.array.check_dtype({dtype}).check_shape({p.B, p.graph.rows, p.H, p.F});
-  STD_TORCH_CHECK(p.M > 0 || p.graph.edges == 0, "b has no rows, but there are ", p.graph.edges, " edges");
+  check_nodes("b", p.M, num_cols);
   p.a = a.array.view();
   p.b = b.array.view();
   const Scale row_scale("row_scale", row_scale_, sum_dtype(dtype), p.graph.rows);

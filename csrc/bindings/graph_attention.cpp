@@ -56,12 +56,14 @@ void require(bool given, const char* name, const std::string& score) {
   STD_TORCH_CHECK(given, name, " is missing: the score \"", score, "\" needs it");
 }
 
-void fill(GraphAttentionParams& p, const Arguments& a, const GraphView& by_target, Holder& holder) {
+void fill(GraphAttentionParams& p, const Arguments& a, const GraphView& by_target, int64_t num_src,
+          Holder& holder) {
   const Array value("value", a.value);
   value.check_dtype({DType::f32, DType::f64, DType::bf16, DType::f16});
   STD_TORCH_CHECK(value.dim == 3, "value must have 3 dimensions (N_src, H, C), got ", value.shape());
   p.dtype = value.dtype;
   p.N_src = value.size[0], p.H = value.size[1], p.C = value.size[2], p.D = 0;
+  check_nodes("value", p.N_src, num_src);
   p.by_target = by_target;
   p.N_dst = by_target.rows;
   p.value = holder.features("value", a.value, p.dtype, p.N_src, p.H, p.C);
@@ -108,15 +110,15 @@ std::tuple<Tensor, Tensor, Tensor> graph_attention_forward(
     std::string score, const MaybeTensor& query, const MaybeTensor& key, const Tensor& value,
     const MaybeTensor& alpha_src, const MaybeTensor& alpha_dst, const MaybeTensor& score_term,
     const MaybeTensor& edge, const MaybeTensor& att, const Tensor& rowptr, const Tensor& col,
-    const MaybeTensor& perm, const MaybeTensor& dropout_seed, double scale, double negative_slope,
-    double dropout_p, bool return_attention) {
+    const MaybeTensor& perm, int64_t num_src, const MaybeTensor& dropout_seed, double scale,
+    double negative_slope, double dropout_p, bool return_attention) {
   const GraphArrays graph(rowptr, col, perm);
   GraphAttentionParams p{};
   Holder holder;
   fill(p,
        {score, query, key, value, alpha_src, alpha_dst, score_term, edge, att, dropout_seed, scale,
         negative_slope, dropout_p},
-       graph.view, holder);
+       graph.view, num_src, holder);
   const DType wide = Holder::wide_of(p.dtype);
   Tensor out = allocate_contiguous(p.dtype, {p.N_dst, p.H, p.C});
   Tensor stats = allocate_contiguous(wide, {p.N_dst, 2, p.H});
@@ -134,7 +136,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> graph
     const Tensor& attention, std::string score, const MaybeTensor& query, const MaybeTensor& key,
     const Tensor& value, const MaybeTensor& alpha_src, const MaybeTensor& alpha_dst,
     const MaybeTensor& score_term, const MaybeTensor& edge, const MaybeTensor& att, const Tensor& rowptr,
-    const Tensor& col, const MaybeTensor& perm, const Tensor& colptr, const Tensor& row,
+    const Tensor& col, const MaybeTensor& perm, int64_t num_src, const Tensor& colptr, const Tensor& row,
     const MaybeTensor& perm_t, const MaybeTensor& dropout_seed, double scale, double negative_slope,
     double dropout_p, bool edge_grad) {
   const GraphArrays graph(rowptr, col, perm), transpose(colptr, row, perm_t);
@@ -143,7 +145,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> graph
   fill(p,
        {score, query, key, value, alpha_src, alpha_dst, score_term, edge, att, dropout_seed, scale,
         negative_slope, dropout_p},
-       graph.view, holder);
+       graph.view, num_src, holder);
   p.by_source = transpose.view;
   STD_TORCH_CHECK(p.by_source.rows == p.N_src && p.by_source.edges == p.by_target.edges,
                   "colptr and row must be those of the transpose, with ", p.N_src, " rows and ",

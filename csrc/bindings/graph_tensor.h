@@ -78,4 +78,11 @@ struct GraphArrays {
   }
 };
 
+// Kernels read the nodes that `col` names without looking: `nodes`, those there are, must be what it was
+// checked against. A call that was traced may get other features than it was traced with.
+inline void check_nodes(const char* name, int64_t nodes, int64_t num_cols) {
+  STD_TORCH_CHECK(nodes == num_cols, name, " must have the ", num_cols,
+                  " nodes that the edges come from, got ", nodes);
+}
+
 }  // namespace fastattn

@@ -187,7 +187,7 @@ def edges_as_sources(graph: Graph) -> Graph:
             number = graph.perm
             if number is None:
                 number = torch.arange(E, dtype=graph.col.dtype, device=graph.device)
-            found = _make(E, graph.num_dst, Compressed(graph.rowptr, number, graph.perm))
+            found = _make(E, graph.num_dst, Compressed(graph.rowptr, number, graph.perm, E))
         graph._derived["edges_as_sources"] = found
     return found
 

@@ -24,11 +24,13 @@ from fastattn.reference._common import wide_dtype
 __all__ = ["aggregate_max", "aggregate_sum", "edge_dot"]
 
 # x is (B, N, H, F). The edges of row n are at positions rowptr[n] to rowptr[n + 1] of col, their other ends,
-# and of perm, the caller's edge numbers (None: the positions). edge_weight is (E, H) or (E, 1) in the
+# and of perm, the caller's edge numbers (None: the positions). num_cols is what the numbers in col were
+# checked against when the graph was built; x must have that many nodes, which a call that was traced with
+# other features does not know by itself. edge_weight is (E, H) or (E, 1) in the
 # caller's order; row_scale and col_scale are vectors over the rows and the other ends, in the dtype of sums.
 # arg, of the shape of the result or of x, restricts the sum to the edges that it names. edge_dot gives the
 # dtype of sums, and weights may be of it beside half precision: what is summed further is not rounded before.
-_EDGES = "Tensor rowptr, Tensor col, Tensor? perm"
+_EDGES = "Tensor rowptr, Tensor col, Tensor? perm, SymInt num_cols"
 _SELECTION = "Tensor? row_scale, Tensor? col_scale, Tensor? arg, bool arg_of_rows"
 
 library.define(f"aggregate_sum(Tensor x, {_EDGES}, Tensor? edge_weight, {_SELECTION}) -> Tensor")
@@ -55,7 +57,7 @@ def _(x, rowptr, col, *args):
 
 
 @torch.library.register_fake("fastattn::edge_dot", lib=library)
-def _(a, b, rowptr, col, perm, row_scale, col_scale, arg, arg_of_rows, per_head):
+def _(a, b, rowptr, col, perm, num_cols, row_scale, col_scale, arg, arg_of_rows, per_head):
     return a.new_empty((col.shape[0], a.shape[2] if per_head else 1), dtype=wide_dtype(a.dtype))
 
 
@@ -113,7 +115,7 @@ def edge_dot(
 
 
 def _parts(csc: Compressed | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    return (None, None, None) if csc is None else csc
+    return (None, None, None) if csc is None else csc[:3]
 
 
 def _dispatched(op, *args):
@@ -131,52 +133,54 @@ def _dot(*args) -> Tensor:
 
 
 def _both_ways(edges, num_cols: int, needed: bool) -> tuple[Compressed, Compressed | None]:
-    csr, csc = Compressed(*edges[:3]), Compressed(*edges[3:])
-    if csc.ptr is None:
-        csc = transposed(csr, num_cols) if needed else None
-    return csr, csc
+    csr = Compressed(*edges[:3], num_cols)
+    if edges[3] is not None:
+        return csr, Compressed(*edges[3:], csr.ptr.shape[0] - 1)
+    return csr, transposed(csr) if needed else None
 
 
 def _sum_over_edges(
-    value: Tensor, csr: Compressed, csc: Compressed | None, col_scale: Tensor | None, num_cols: int
+    value: Tensor, csr: Compressed, csc: Compressed | None, col_scale: Tensor | None
 ) -> Tensor:
     """For each row the sum of ``value * col_scale`` over its edges and heads; value is (E, H)."""
-    ones = value.new_ones(()).expand(1, num_cols, value.shape[1], 1)
+    ones = value.new_ones(()).expand(1, csr.num_cols, value.shape[1], 1)
     return _sum(ones, csr, csc, value, None, col_scale).sum((0, 2, 3))
 
 
-def _scale_of_edges(row_scale, col_scale, csr, csc, num_cols: int) -> Tensor:
+def _scale_of_edges(row_scale, col_scale, csr, csc) -> Tensor:
     """(E, 1): the product of the scales at both ends of each edge."""
     one = (col_scale if row_scale is None else row_scale).new_ones(())
     rows = one.expand(csr.ptr.shape[0] - 1) if row_scale is None else row_scale
-    cols = one.expand(num_cols) if col_scale is None else col_scale
+    cols = one.expand(csr.num_cols) if col_scale is None else col_scale
     return _dot(rows.view(1, -1, 1, 1), cols.view(1, -1, 1, 1), csr, csc, *(None,) * 3, False, False)
 
 
 class AggregateSum(torch.autograd.Function):
     @staticmethod
     def forward(
-        x, rowptr, col, perm, edge_weight, row_scale, col_scale, arg, arg_of_rows, colptr, row, perm_t
-    ):
-        return call_op(sum_op, x, rowptr, col, perm, edge_weight, row_scale, col_scale, arg, arg_of_rows)
+        x, rowptr, col, perm, num_cols, edge_weight, row_scale, col_scale, arg, arg_of_rows, colptr, row,
+        perm_t,
+    ):  # fmt: skip
+        return call_op(
+            sum_op, x, rowptr, col, perm, num_cols, edge_weight, row_scale, col_scale, arg, arg_of_rows
+        )
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, *csr, edge_weight, row_scale, col_scale, arg, arg_of_rows, colptr, row, perm_t = inputs
+        x, *csr, num_cols, edge_weight, row_scale, col_scale, arg, arg_of_rows, colptr, row, perm_t = inputs
         scaled = any(t is not None and t.requires_grad for t in (edge_weight, row_scale, col_scale))
         # A sum does not need what it summed, unless its terms have factors with gradients.
         ctx.save_for_backward(
             x if scaled else None, edge_weight, row_scale, col_scale, arg, *csr, colptr, row, perm_t
         )
-        ctx.arg_of_rows, ctx.num_cols = arg_of_rows, x.shape[1]
+        ctx.arg_of_rows, ctx.num_cols = arg_of_rows, num_cols
 
     @staticmethod
     def backward(ctx, grad):
         x, weight, row_scale, col_scale, arg, *edges = ctx.saved_tensors
-        wants_x, (wants_weight, wants_row, wants_col) = ctx.needs_input_grad[0], ctx.needs_input_grad[4:7]
+        wants_x, (wants_weight, wants_row, wants_col) = ctx.needs_input_grad[0], ctx.needs_input_grad[5:8]
         of_rows = ctx.arg_of_rows
-        num_cols = ctx.num_cols
-        csr, csc = _both_ways(edges, num_cols, wants_x or wants_col)
+        csr, csc = _both_ways(edges, ctx.num_cols, wants_x or wants_col)
         grad_x = grad_weight = grad_row = grad_col = None
         if wants_x:
             grad_x = _sum(grad, csc, csr, weight, col_scale, row_scale, arg, not of_rows)
@@ -185,45 +189,45 @@ class AggregateSum(torch.autograd.Function):
             dot = _dot(grad, x, csr, csc, None, None, arg, of_rows, _is_per_head(weight))
             weighted = dot if weight is None else dot * weight.to(dot.dtype)
             if wants_row:
-                grad_row = _sum_over_edges(weighted, csr, csc, col_scale, num_cols)
+                grad_row = _sum_over_edges(weighted, csr, csc, col_scale)
             if wants_col:
-                grad_col = _sum_over_edges(weighted, csc, csr, row_scale, grad.shape[1])
+                grad_col = _sum_over_edges(weighted, csc, csr, row_scale)
             if wants_weight:
-                scale = _scale_of_edges(row_scale, col_scale, csr, csc, num_cols)
+                scale = _scale_of_edges(row_scale, col_scale, csr, csc)
                 grad_weight = dot * scale
         elif wants_weight:
             grad_weight = _dot(grad, x, csr, csc, row_scale, col_scale, arg, of_rows, _is_per_head(weight))
         if wants_weight:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_x, None, None, None, grad_weight, grad_row, grad_col, *(None,) * 5
+        return grad_x, *(None,) * 4, grad_weight, grad_row, grad_col, *(None,) * 5
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        x, rowptr, col, perm, weight, row_scale, col_scale, arg, arg_of_rows, *csc = args
-        if _any_mapped(in_dims[1:4], in_dims[5:7], in_dims[9:]):
+        x, *csr, weight, row_scale, col_scale, arg, arg_of_rows, colptr, row, perm_t = args
+        if _any_mapped(in_dims[1:4], in_dims[6:8], in_dims[10:]):
             return map_each(AggregateSum, info, in_dims, args)
-        fold = _Fold(info.batch_size, in_dims[4] is not None)
+        fold = _Fold(info.batch_size, in_dims[5] is not None)
         H = logical_size(x, in_dims[0], 2)
         out = AggregateSum.apply(
-            fold.features(x, in_dims[0]), rowptr, col, perm, fold.weight(weight, in_dims[4], H),
-            row_scale, col_scale, fold.features(arg, in_dims[7]), arg_of_rows, *csc,
+            fold.features(x, in_dims[0]), *csr, fold.weight(weight, in_dims[5], H), row_scale, col_scale,
+            fold.features(arg, in_dims[8]), arg_of_rows, colptr, row, perm_t,
         )  # fmt: skip
         return fold.unfold(out), fold.out_dim
 
 
 class AggregateMax(torch.autograd.Function):
     @staticmethod
-    def forward(x, rowptr, col, perm, edge_weight, minimum, colptr, row, perm_t):
-        return call_op(max_op, x, rowptr, col, perm, edge_weight, minimum)
+    def forward(x, rowptr, col, perm, num_cols, edge_weight, minimum, colptr, row, perm_t):
+        return call_op(max_op, x, rowptr, col, perm, num_cols, edge_weight, minimum)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, *csr, edge_weight, _, colptr, row, perm_t = inputs
+        x, *csr, num_cols, edge_weight, _, colptr, row, perm_t = inputs
         arg = output[1]
         ctx.mark_non_differentiable(arg)
         weighted = edge_weight is not None and edge_weight.requires_grad
         ctx.save_for_backward(x if weighted else None, edge_weight, arg, *csr, colptr, row, perm_t)
-        ctx.num_cols = x.shape[1]
+        ctx.num_cols = num_cols
 
     @staticmethod
     def backward(ctx, grad, _):
@@ -232,44 +236,48 @@ class AggregateMax(torch.autograd.Function):
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = _sum(grad, csc, csr, weight, None, None, arg, False)
-        if ctx.needs_input_grad[4]:
+        if ctx.needs_input_grad[5]:
             dot = _dot(grad, x, csr, csc, None, None, arg, True, _is_per_head(weight))
             grad_weight = dot.to(weight.dtype)
-        return grad_x, None, None, None, grad_weight, *(None,) * 4
+        return grad_x, *(None,) * 4, grad_weight, *(None,) * 4
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        x, rowptr, col, perm, weight, minimum, *csc = args
-        if _any_mapped(in_dims[1:4], in_dims[6:]):
+        x, *csr, weight, minimum, colptr, row, perm_t = args
+        if _any_mapped(in_dims[1:4], in_dims[7:]):
             return map_each(AggregateMax, info, in_dims, args)
-        fold = _Fold(info.batch_size, in_dims[4] is not None)
+        fold = _Fold(info.batch_size, in_dims[5] is not None)
         H = logical_size(x, in_dims[0], 2)
         outputs = AggregateMax.apply(
-            fold.features(x, in_dims[0]), rowptr, col, perm, fold.weight(weight, in_dims[4], H), minimum, *csc
-        )
+            fold.features(x, in_dims[0]), *csr, fold.weight(weight, in_dims[5], H), minimum, colptr, row,
+            perm_t,
+        )  # fmt: skip
         return tuple(map(fold.unfold, outputs)), (fold.out_dim,) * 2
 
 
 class EdgeDot(torch.autograd.Function):
     @staticmethod
     def forward(
-        a, b, rowptr, col, perm, row_scale, col_scale, arg, arg_of_rows, per_head, colptr, row, perm_t
-    ):
-        return call_op(dot_op, a, b, rowptr, col, perm, row_scale, col_scale, arg, arg_of_rows, per_head)
+        a, b, rowptr, col, perm, num_cols, row_scale, col_scale, arg, arg_of_rows, per_head, colptr, row,
+        perm_t,
+    ):  # fmt: skip
+        return call_op(
+            dot_op, a, b, rowptr, col, perm, num_cols, row_scale, col_scale, arg, arg_of_rows, per_head
+        )
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        a, b, *csr, row_scale, col_scale, arg, arg_of_rows, per_head, colptr, row, perm_t = inputs
+        a, b, *csr, num_cols, row_scale, col_scale, arg, arg_of_rows, per_head, colptr, row, perm_t = inputs
         ctx.save_for_backward(a, b, row_scale, col_scale, arg, *csr, colptr, row, perm_t)
-        ctx.options = arg_of_rows, per_head
+        ctx.options = arg_of_rows, per_head, num_cols
 
     @staticmethod
     def backward(ctx, grad):
         a, b, row_scale, col_scale, arg, *edges = ctx.saved_tensors
         wants_a, wants_b = ctx.needs_input_grad[:2]
-        wants_row, wants_col = ctx.needs_input_grad[5:7]
-        of_rows, per_head = ctx.options
-        csr, csc = _both_ways(edges, b.shape[1], wants_b or wants_col)
+        wants_row, wants_col = ctx.needs_input_grad[6:8]
+        of_rows, per_head, num_cols = ctx.options
+        csr, csc = _both_ways(edges, num_cols, wants_b or wants_col)
         grad_a = grad_b = grad_row = grad_col = None
         if wants_a:
             grad_a = _sum(b, csr, csc, grad, row_scale, col_scale, arg, of_rows)
@@ -278,21 +286,21 @@ class EdgeDot(torch.autograd.Function):
         if wants_row or wants_col:
             weighted = grad * _dot(a, b, csr, csc, None, None, arg, of_rows, per_head)
             if wants_row:
-                grad_row = _sum_over_edges(weighted, csr, csc, col_scale, b.shape[1])
+                grad_row = _sum_over_edges(weighted, csr, csc, col_scale)
             if wants_col:
-                grad_col = _sum_over_edges(weighted, csc, csr, row_scale, a.shape[1])
-        return grad_a, grad_b, None, None, None, grad_row, grad_col, *(None,) * 6
+                grad_col = _sum_over_edges(weighted, csc, csr, row_scale)
+        return grad_a, grad_b, *(None,) * 4, grad_row, grad_col, *(None,) * 6
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        a, b, rowptr, col, perm, row_scale, col_scale, arg, arg_of_rows, per_head, *csc = args
-        if _any_mapped(in_dims[2:7], in_dims[10:]):
+        a, b, *csr, row_scale, col_scale, arg, arg_of_rows, per_head, colptr, row, perm_t = args
+        if _any_mapped(in_dims[2:8], in_dims[11:]):
             return map_each(EdgeDot, info, in_dims, args)
         fold = _Fold(info.batch_size, True)
         H = logical_size(a, in_dims[0], 2)
         dot = EdgeDot.apply(
-            fold.features(a, in_dims[0]), fold.features(b, in_dims[1]), rowptr, col, perm, row_scale,
-            col_scale, fold.features(arg, in_dims[7]), arg_of_rows, True, *csc,
+            fold.features(a, in_dims[0]), fold.features(b, in_dims[1]), *csr, row_scale, col_scale,
+            fold.features(arg, in_dims[8]), arg_of_rows, True, colptr, row, perm_t,
         )  # fmt: skip
         dot = dot.unflatten(1, (info.batch_size, H))
         return dot if per_head else dot.sum(2, keepdim=True), 1

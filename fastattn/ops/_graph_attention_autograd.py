@@ -22,7 +22,9 @@ __all__ = ["EdgeSoftmax", "GraphAttention", "edge_softmax", "forward_op"]
 #   "additive"  value (N_src, H, C), alpha_src (N_src, H), alpha_dst (N_dst, H), score_term (E, H)
 #   "dot"       query (N_dst, H, D), key (N_src, H, D), value, score_term
 #   "gatv2"     query (N_dst, H, C), value, edge (E, H, C), att (H, C)
-# rowptr, col, perm are the edges by target; colptr, row, perm_t the same by source, for the derivative. stats
+# rowptr, col, perm are the edges by target; colptr, row, perm_t the same by source, for the derivative.
+# num_src is what the numbers in col were checked against, and how many rows there must be of what belongs to
+# sources; a call that was traced with other features does not know it by itself. stats
 # (N_dst, 2, H), the largest score and the reciprocal of the sum of exponentials, is what the backward turns
 # scores back into weights with. attention (E, H) is empty, (0,), unless it is asked for, and so are gradients
 # of what is absent.
@@ -31,16 +33,17 @@ _FEATURES = (
     "Tensor? score_term, Tensor? edge, Tensor? att"
 )
 _BY_TARGET = "Tensor rowptr, Tensor col, Tensor? perm"
+_SOURCES = "SymInt num_src"
 _OPTIONS = "Tensor? dropout_seed, float scale, float negative_slope, float dropout_p"
 _GRADS = ("query", "key", "value", "alpha_src", "alpha_dst", "score_term", "edge", "att")
 
 library.define(
-    f"graph_attention_forward({_FEATURES}, {_BY_TARGET}, {_OPTIONS}, bool return_attention) "
+    f"graph_attention_forward({_FEATURES}, {_BY_TARGET}, {_SOURCES}, {_OPTIONS}, bool return_attention) "
     "-> (Tensor out, Tensor stats, Tensor attention)"
 )
 library.define(
     "graph_attention_backward(Tensor grad_out, Tensor? grad_attention, Tensor out, Tensor stats, "
-    f"Tensor attention, {_FEATURES}, {_BY_TARGET}, Tensor colptr, Tensor row, Tensor? perm_t, "
+    f"Tensor attention, {_FEATURES}, {_BY_TARGET}, {_SOURCES}, Tensor colptr, Tensor row, Tensor? perm_t, "
     f"{_OPTIONS}, bool edge_grad) -> ({', '.join(f'Tensor grad_{name}' for name in _GRADS)})"
 )
 library.define(f"edge_softmax_backward(Tensor grad, Tensor score, Tensor attention, {_BY_TARGET}) -> Tensor")
@@ -77,28 +80,30 @@ class GraphAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(*args):
-        return call_op(forward_op, *args[:17])
+        return call_op(forward_op, *args[:18])
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.set_materialize_grads(False)
         out, stats, attention = output
-        ctx.mark_non_differentiable(*((stats,) if inputs[16] else (stats, attention)))
-        ctx.save_for_backward(out, stats, attention, *inputs[1:13], *inputs[17:])
-        ctx.score, ctx.options, ctx.return_attention = inputs[0], inputs[13:16], inputs[16]
+        ctx.mark_non_differentiable(*((stats,) if inputs[17] else (stats, attention)))
+        ctx.save_for_backward(out, stats, attention, *inputs[1:12], inputs[13], *inputs[18:])
+        ctx.score, ctx.num_src = inputs[0], inputs[12]
+        ctx.options, ctx.return_attention = inputs[14:17], inputs[17]
 
     @staticmethod
     def backward(ctx, grad_out, grad_stats, grad_attention):
         if not ctx.return_attention:
             grad_attention = None
         if grad_out is None and grad_attention is None:
-            return (None,) * 20
+            return (None,) * 21
         out, stats, attention, *tensors = ctx.saved_tensors
         if grad_out is None:
             grad_out = out.new_zeros(()).expand(out.shape)
-        inputs, by_target, seed, by_source = tensors[:8], tensors[8:11], tensors[11], tensors[12:]
+        inputs, seed, by_source = tensors[:8], tensors[11], tensors[12:]
+        by_target = Compressed(*tensors[8:11], ctx.num_src)
         if by_source[0] is None:
-            by_source = transposed(Compressed(*by_target), inputs[2].shape[0])
+            by_source = transposed(by_target)[:3]
         needs = ctx.needs_input_grad[1:9]
         args = (
             grad_out, grad_attention, out, stats, attention, ctx.score, *inputs, *by_target, *by_source,
@@ -111,16 +116,16 @@ class GraphAttention(torch.autograd.Function):
             # Through the dispatcher: autograd.grad(is_grads_batched=True) maps over it without telling
             # anyone.
             grads = backward_op(*args)
-        return None, *(g if n else None for g, n in zip(grads, needs, strict=True)), *(None,) * 11
+        return None, *(g if n else None for g, n in zip(grads, needs, strict=True)), *(None,) * 12
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        if args[12] is not None or not _shared(in_dims[9:]):
+        if args[13] is not None or not _shared(in_dims[9:]):
             return map_each(GraphAttention, info, in_dims, args)
         H = logical_size(args[3], in_dims[3], 1)
         inputs = _fold(info.batch_size, args[1:9], in_dims[1:9])
         outputs = GraphAttention.apply(args[0], *inputs, *args[9:])
-        return _unfold(outputs, (True, True, args[16]), info.batch_size, H)
+        return _unfold(outputs, (True, True, args[17]), info.batch_size, H)
 
 
 class GraphAttentionBackward(torch.autograd.Function):
@@ -132,8 +137,9 @@ class GraphAttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[:2], *inputs[6:17], inputs[20])
-        ctx.score, ctx.options, ctx.edge_grad = inputs[5], inputs[21:24], inputs[24]
+        ctx.save_for_backward(*inputs[:2], *inputs[6:17], inputs[21])
+        ctx.score, ctx.num_src = inputs[5], inputs[17]
+        ctx.options, ctx.edge_grad = inputs[22:25], inputs[25]
 
     @staticmethod
     def backward(ctx, *grads):
@@ -142,7 +148,7 @@ class GraphAttentionBackward(torch.autograd.Function):
         out, stats and attention are recomputed from the inputs, so they need no gradient of their own.
         """
         grad_out, grad_attention, *tensors, seed = ctx.saved_tensors
-        inputs, by_target = tensors[:8], tensors[8:]
+        inputs, by_target = tensors[:8], Compressed(*tensors[8:], ctx.num_src)
         used = [t is not None for t in inputs]
         used[6] = used[6] and ctx.edge_grad
 
@@ -162,18 +168,18 @@ class GraphAttentionBackward(torch.autograd.Function):
         rest = iter(of_inputs)
         of_inputs = (next(rest) if u else None for u in used)
         of_attention = None if grad_attention is None else of_incoming[1]
-        return of_incoming[0], of_attention, *(None,) * 4, *of_inputs, *(None,) * 11
+        return of_incoming[0], of_attention, *(None,) * 4, *of_inputs, *(None,) * 12
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        if args[20] is not None or not _shared(in_dims[14:]):
+        if args[21] is not None or not _shared(in_dims[14:]):
             return map_each(GraphAttentionBackward, info, in_dims, args)
         N, H = info.batch_size, logical_size(args[8], in_dims[8], 1)
         before = _fold(N, args[:5], in_dims[:5], (1, 1, 1, 2, 1))
         inputs = _fold(N, args[6:14], in_dims[6:14])
         grads = GraphAttentionBackward.apply(*before, args[5], *inputs, *args[14:])
         present = [t is not None for t in inputs]
-        present[6] = present[6] and args[24]
+        present[6] = present[6] and args[25]
         return _unfold(grads, present, N, H, (1, 1, 1, 1, 1, 1, 1, 0))
 
 
@@ -240,7 +246,7 @@ def edge_softmax(score: Tensor, rowptr: Tensor, col: Tensor, perm: Tensor | None
     value = score.new_empty(num_src, score.shape[1], 0)
     return call_op(
         forward_op, "additive", None, None, value, None, None, score, None, None, rowptr, col, perm,
-        None, 1.0, 1.0, 0.0, True,
+        num_src, None, 1.0, 1.0, 0.0, True,
     )[2]  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def _run(call: _Prepared, impl: str) -> Tensor | tuple[Tensor, Tensor]:
     elif needs_function(call.tensors):
         # Sorted by source only where a gradient will be asked for.
         watched = any(t is not None and t.requires_grad for t in call.tensors)
-        csc = graph.csc if watched else (None, None, None)
+        csc = graph.csc[:3] if watched else (None, None, None)
         out, _, attention = apply_function(fused.GraphAttention, *args, call.return_attention, *csc)
     else:
         out, _, attention = call_op(fused.forward_op, *args, call.return_attention)
@@ -399,11 +399,11 @@ def edge_softmax(score: Tensor, graph, *, impl: str = "auto") -> Tensor:
     implementation = choose(request, impl)
     flat = score.reshape(score.shape[0], math.prod(score.shape[1:]))
     if implementation == "reference":
-        attention = reference.edge_softmax(flat, *graph.csr)
+        attention = reference.edge_softmax(flat, *graph.csr[:3])
     elif needs_function((flat,)):
-        attention = apply_function(fused.EdgeSoftmax, flat, *graph.csr, graph.num_src)
+        attention = apply_function(fused.EdgeSoftmax, flat, *graph.csr)
     else:
-        attention = fused.edge_softmax(flat, *graph.csr, graph.num_src)
+        attention = fused.edge_softmax(flat, *graph.csr)
     return attention.reshape(score.shape)
 
 

@@ -1,7 +1,8 @@
 """Neighbour aggregation in plain PyTorch: what every other implementation has to reproduce.
 
 The functions have the signatures of the registered ops: features x (B, N, H, F); edges grouped by row as
-rowptr (R + 1,), col (E,) and perm (E,), the number of each edge in the caller's order (None: its position);
+rowptr (R + 1,), col (E,) and perm (E,), the number of each edge in the caller's order (None: its position),
+and num_cols, which is N;
 edge_weight (E, H) or (E, 1) in the caller's order; scales (R,) and (N,). They are differentiable any number
 of times, also in forward mode, and run under ``torch.func`` and ``torch.compile``. They hold one number per
 edge and feature.
@@ -53,6 +54,7 @@ def aggregate_sum(
     rowptr: Tensor,
     col: Tensor,
     perm: Tensor | None,
+    num_cols: int,
     edge_weight: Tensor | None,
     row_scale: Tensor | None,
     col_scale: Tensor | None,
@@ -76,7 +78,13 @@ def aggregate_sum(
 
 
 def aggregate_max(
-    x: Tensor, rowptr: Tensor, col: Tensor, perm: Tensor | None, edge_weight: Tensor | None, minimum: bool
+    x: Tensor,
+    rowptr: Tensor,
+    col: Tensor,
+    perm: Tensor | None,
+    num_cols: int,
+    edge_weight: Tensor | None,
+    minimum: bool,
 ) -> tuple[Tensor, Tensor]:
     """The largest (or smallest) ``w[e, h] * x[b, m, h, f]`` among the edges of each row, and its edge.
 
@@ -117,6 +125,7 @@ def edge_dot(
     rowptr: Tensor,
     col: Tensor,
     perm: Tensor | None,
+    num_cols: int,
     row_scale: Tensor | None,
     col_scale: Tensor | None,
     arg: Tensor | None,

@@ -2,9 +2,9 @@
 
 The functions have the signatures of the registered ops: features (nodes, H, channels); edges grouped by
 target as rowptr (N_dst + 1,), col (E,) and perm (E,), the number of each edge in the caller's order (None:
-its position); what belongs to edges is in the caller's order. They are differentiable any number of times,
-also in forward mode, and run under ``torch.func`` and ``torch.compile``. They hold one number per edge and
-channel.
+its position), and num_src, which is N_src; what belongs to edges is in the caller's order. They are
+differentiable any number of times, also in forward mode, and run under ``torch.func`` and ``torch.compile``.
+They hold one number per edge and channel.
 """
 
 import torch
@@ -93,6 +93,7 @@ def graph_attention(
     rowptr: Tensor,
     col: Tensor,
     perm: Tensor | None,
+    num_src: int,
     dropout_seed: Tensor | None,
     scale: float,
     negative_slope: float,
