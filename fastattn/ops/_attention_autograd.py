@@ -150,12 +150,19 @@ class Attention(torch.autograd.Function):
 _forward_boxed = forward_op._handle.redispatch_boxed
 
 
-class PlainAttention(Attention):
-    """The same for tensors known to be plain, where nothing but autograd has to see the call."""
+class PlainAttention(torch.autograd.Function):
+    """The same for tensors known to be plain, where nothing but autograd has to see the call: in as few steps
+    as possible, which on tiny inputs take longer than the kernel. No setup_context, see apply_function."""
 
     @staticmethod
-    def forward(*args):  # a function with a signature, which torch 2.14 asks for
-        return _forward_boxed(CPU_KEYS, *args)
+    def forward(ctx, *args):
+        out, lse = _forward_boxed(CPU_KEYS, *args)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*args[:3], out, lse, *args[3:8])
+        ctx.options, ctx.longest = args[8:], ()
+        return out, lse
+
+    backward = Attention.backward
 
 
 # As in apply_function, without looking for what is known to be absent.

@@ -1,6 +1,7 @@
 """What the operators share: how an op is registered, called, mapped and put under autograd, and how arguments
 are checked."""
 
+import functools
 import operator
 from collections.abc import Sequence
 
@@ -99,9 +100,26 @@ def apply_function(function, *args):
         return function.apply(*args)
     if _are_functorch_transforms_active():
         return function.apply(*args)
-    # Function.apply inspects the signature of forward at each call, which takes longer than a small kernel;
-    # what it calls in the end, where no transform is active, is this.
-    return super(torch.autograd.Function, function).apply(*args)
+    return _in_one_call(function)(*args)
+
+
+@functools.cache
+def _in_one_call(function):
+    """The apply of the same function as autograd alone needs it, without a transform or a tracer.
+
+    Where setup_context is on its own, torch binds the arguments by the signature of forward at each call, in
+    Python (2.13) or from C++ (2.14): that takes longer than a small kernel.
+    """
+
+    def forward(ctx, *args):
+        output = function.forward(*args)
+        function.setup_context(ctx, args, output)
+        return output
+
+    names = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}
+    joined = type(function.__name__, (torch.autograd.Function,), names)
+    # What Function.apply calls in the end: it would look for transforms first.
+    return super(torch.autograd.Function, joined).apply
 
 
 def register_autograd(name: str, op, function, *more) -> None:
