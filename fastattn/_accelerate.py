@@ -16,8 +16,8 @@ from torch.autograd.graph import _engine_run_backward
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
-from fastattn._choose import Request, choose
-from fastattn.ops._attention_call import common_scale
+from fastattn._choose import Request, choose, is_worthwhile
+from fastattn.ops._attention_call import common_scale, wants_gradient
 from fastattn.ops._common import autocast_dtype
 from fastattn.ops.attention import scaled_dot_product_attention
 
@@ -35,9 +35,10 @@ class accelerate(TorchFunctionMode):
 
     Takes over the calls that fastattn has its own kernel for: four-dimensional query, key and value of one
     floating dtype, with or without a mask, causality, grouped heads and dropout. All others go to PyTorch as
-    before, and so do errors. It does not matter by which name the function is called, or when that name was
-    imported; calls by ``nn.MultiheadAttention`` (with ``need_weights=False``) and by
-    ``nn.TransformerEncoderLayer`` are among them, also where PyTorch would take its fused fast path.
+    before, and so do errors, and calls too small to be faster than PyTorch's. It does not matter by which
+    name the function is called, or when that name was imported; calls by ``nn.MultiheadAttention`` (with
+    ``need_weights=False``) and by ``nn.TransformerEncoderLayer`` are among them, also where PyTorch would
+    take its fused fast path.
 
     Same results up to rounding, except that
 
@@ -108,7 +109,13 @@ def _attention(*args, **kwargs):
 def _is_ours(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ) -> bool:
-    """Whether torch accepts this call and fastattn has a kernel for it."""
+    """Whether torch accepts this call and fastattn has a kernel for it that is at least as fast."""
+    # Compiled code has no steps in Python that take their time, and would be compiled once for each answer;
+    # under transforms sizes are those of a part, and torch may take the parts one by one.
+    if not (is_compiling() or _are_functorch_transforms_active()) and _is_small(
+        query, key, value, attn_mask, dropout_p, is_causal
+    ):
+        return False
     # Common calls on the CPU: checked as the function itself checks them, which is short.
     if (
         (attn_mask is None or (not is_causal and getattr(attn_mask, "dtype", None) is torch.bool))
@@ -165,6 +172,16 @@ def _is_ours(
         options.append("dropout_p")
     chosen = choose(Request(device.type, dtype, tuple(options)), "auto")
     return chosen not in ("torch", "reference")
+
+
+def _is_small(query, key, value, attn_mask, dropout_p, is_causal) -> bool:
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    if not _PLAIN.issuperset(map(type, tensors)) or query.is_nested or key.is_nested or key.dim() != 4:
+        return False
+    return not is_worthwhile(
+        query.numel() * key.shape[2], autocast_dtype(query) or query.dtype, attn_mask is not None,
+        bool(is_causal), dropout_p != 0, wants_gradient(query, key, value, attn_mask),
+    )  # fmt: skip
 
 
 def _is_traced() -> bool:

@@ -16,15 +16,22 @@ from fastattn import _accelerate
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def taken(monkeypatch):
     """The calls that fastattn took over."""
-    taken = []
+    calls = []
 
     def counting(*args, **kwargs):
-        taken.append((args, kwargs))
+        calls.append((args, kwargs))
         return fastattn.scaled_dot_product_attention(*args, **kwargs)
 
     monkeypatch.setattr(_accelerate, "scaled_dot_product_attention", counting)
+    return calls
+
+
+@pytest.fixture
+def calls(taken, monkeypatch):
+    """The same, where no call is too small."""
+    monkeypatch.setattr(_accelerate, "is_worthwhile", lambda *size: True)
     return taken
 
 
@@ -128,6 +135,40 @@ def test_a_watched_call_is_torchs(calls):
     with fastattn.accelerate(), Watch():
         F.scaled_dot_product_attention(*inputs())
     assert any(name.startswith("aten._scaled_dot_product") for name in seen) and not calls
+
+
+SMALLEST = {  # heads of 256 queries, 128 keys and 64 channels
+    "plain": (1, {}, {}),
+    "with gradients": (1, {"requires_grad": True}, {}),
+    "causal": (1, {}, {"is_causal": True}),
+    "masked": (8, {}, {"attn_mask": torch.ones(256, 1, dtype=torch.bool)}),
+    "half precision": (1, {"dtype": torch.bfloat16}, {}),
+    "gradients in half precision": (1, {"dtype": torch.bfloat16, "requires_grad": True}, {}),
+}
+
+
+@pytest.mark.parametrize("case", SMALLEST)
+def test_calls_too_small_to_be_faster_stay_with_torch(case, taken):
+    H, form, options = SMALLEST[case]
+    L = {"causal": 128, "gradients in half precision": 2}.get(case, 256)
+    query, key, value = (torch.randn(1, H, n, 64, **form) for n in (L, 128, 128))
+    with fastattn.accelerate():
+        F.scaled_dot_product_attention(query, key[:, :, 1:], value[:, :, 1:], **options)
+        assert not taken
+        F.scaled_dot_product_attention(query, key, value, **options)
+        assert len(taken) == 1
+        F.scaled_dot_product_attention(query, key[:, :, 1:], value[:, :, 1:], dropout_p=0.5, **options)
+        assert len(taken) == 2  # torch has no kernel for it
+
+
+def test_autocast_decides_what_is_too_small_by_the_dtype_that_is_computed_in(taken):
+    query, key, value = inputs(L=16, S=16, H=4, D=8, requires_grad=True)
+    with fastattn.accelerate():
+        F.scaled_dot_product_attention(query, key, value)
+        assert not taken
+        with torch.autocast("cpu", torch.bfloat16):
+            F.scaled_dot_product_attention(query, key, value)
+    assert len(taken) == 1
 
 
 def test_rows_without_keys_are_zero_as_in_torch(calls):
