@@ -339,6 +339,66 @@ def test_what_would_be_ignored_is_refused():
         model(padded()["input_ids"])
 
 
+def bert(**options):
+    return transformers.BertConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32,
+        **options,
+    )  # fmt: skip
+
+
+def with_own_code(kind):
+    if kind == "xlnet":  # makes its own masks, too, so that nothing here is ever called
+        return transformers.XLNetModel(
+            transformers.XLNetConfig(vocab_size=97, d_model=32, n_layer=2, n_head=4, d_inner=32)
+        )
+    return transformers.BloomModel(
+        transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
+    )
+
+
+@pytest.mark.parametrize("kind, attention", (("xlnet", "rel_attn"), ("bloom", "self_attention")))
+def test_modules_that_keep_their_own_code_are_told(kind, attention):
+    model = with_own_code(kind)
+    part = "layer" if kind == "xlnet" else "h"
+    names = {f"{part}.{n}.{attention}" for n in range(2)}
+    model.config._attn_implementation = "fastattn"  # what from_pretrained makes of the argument
+    assert integration.implementations(model) == dict.fromkeys(names)
+    with pytest.warns(UserWarning, match=r"2 of 2 .*(XLNetRelativeAttention|BloomAttention)"):
+        assert integration.convert(model) == 0
+
+
+def test_convert_reaches_every_model_within_a_module(recwarn):
+    integration.unregister()
+    encoder = build(transformers.BertModel, bert())
+    whole = torch.nn.ModuleDict({"encoder": encoder, "decoder": decoder("gpt_oss")})
+    names = [f"encoder.encoder.layer.{n}.attention.self" for n in range(2)]
+    names += [f"decoder.model.layers.{n}.self_attn" for n in range(2)]
+    assert integration.implementations(whole)[names[0]] == "sdpa"
+    whole["encoder"].set_attn_implementation("eager")
+    expected = encoder(**padded("right")).last_hidden_state
+    assert integration.convert(whole) == 4
+    assert integration.implementations(whole) == dict.fromkeys(names, "fastattn")
+    assert not [w for w in recwarn if "attention modules" in str(w.message)]
+    assert_near(encoder(**padded("right")).last_hidden_state, expected)
+    with pytest.raises(TypeError, match="no model of transformers in this Linear"):
+        integration.convert(torch.nn.Linear(2, 2))
+
+
+def test_parts_of_a_model_may_have_implementations_of_their_own():
+    config = transformers.BartConfig(**SEQUENCE_TO_SEQUENCE["bart"]().to_dict(), attn_implementation="eager")
+    model = torch.nn.Sequential(transformers.BartModel(config), with_own_code("bloom"))
+    with pytest.warns(UserWarning, match="2 of 8 attention modules do not run on fastattn.*: BloomAttention"):
+        assert integration.convert(model) == 6
+    found = integration.implementations(model)
+    assert {name for name, use in found.items() if use is None} == {
+        f"1.h.{n}.self_attention" for n in range(2)
+    }
+    assert list(found.values()).count("fastattn") == 6
+    assert integration.implementations(transformers.BloomModel(model[1].config).h[0].self_attention) == {
+        "": None
+    }
+
+
 def test_registration_can_be_repeated_and_taken_back(monkeypatch):
     interfaces = (transformers.AttentionInterface(), transformers.AttentionMaskInterface())
     integration.register()

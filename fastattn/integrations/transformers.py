@@ -1,7 +1,9 @@
 """Softmax attention of Hugging Face transformers, by ``attn_implementation="fastattn"``."""
 
 import functools
+import inspect
 import sys
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -11,7 +13,7 @@ from torch.compiler import is_compiling
 from fastattn.ops._common import is_watched
 from fastattn.ops.attention import attention_with_weights, scaled_dot_product_attention
 
-__all__ = ["attention_forward", "attention_mask", "register", "unregister"]
+__all__ = ["attention_forward", "attention_mask", "convert", "implementations", "register", "unregister"]
 
 NAME = "fastattn"
 # Before this release mask functions were called with other arguments.
@@ -25,6 +27,9 @@ def register() -> None:
     rounding, with two exceptions: a query that sees no key (a padded one) gives 0, where eager gives the mean
     of the values, and dropout draws another pattern. Calling it again changes nothing; :func:`unregister`
     takes it back.
+
+    Models with attention code of their own accept the name as well, and go on as before:
+    :func:`implementations` tells, and :func:`convert` warns.
 
     Raises:
         ImportError: transformers is missing, or older than 5.12.
@@ -54,6 +59,88 @@ def unregister() -> None:
     for interface in _interfaces():
         # There is no public way; entries of one instance only, which there are, cannot be seen by all models.
         interface._global_mapping.pop(NAME, None)
+
+
+def convert(model: torch.nn.Module) -> int:
+    r"""Register fastattn and set a model, or all models of transformers within a module, to it.
+
+    Returns:
+        The number of attention modules that run on fastattn from now on.
+
+    Warns:
+        UserWarning: some attention modules do not, since they have code of their own.
+
+    Raises:
+        ImportError: transformers is missing, or older than 5.12. TypeError: there is no model of
+        transformers.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2Model
+        >>> import fastattn.integrations.transformers as integration
+        >>> integration.convert(GPT2Model(GPT2Config(vocab_size=100, n_embd=64, n_layer=3, n_head=4)))
+        3
+    """
+    register()
+    from transformers import PreTrainedModel
+
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if not models:
+        raise TypeError(f"there is no model of transformers in this {type(model).__name__}")
+    inner = {id(part) for whole in models for part in whole.modules() if part is not whole}
+    for whole in models:
+        if id(whole) not in inner:  # which its own models follow
+            whole.set_attn_implementation(NAME)
+    found = implementations(model)
+    left = [name for name, implementation in found.items() if implementation != NAME]
+    if left:
+        classes = sorted({type(model.get_submodule(name)).__name__ for name in left})
+        warnings.warn(
+            f"{len(left)} of {len(found)} attention modules do not run on fastattn, because their code does "
+            f"not use transformers' AttentionInterface: {', '.join(classes)}",
+            stacklevel=2,
+        )
+    return len(found) - len(left)
+
+
+def implementations(model: torch.nn.Module) -> dict[str, str | None]:
+    r"""What computes each attention of a model, by the name of the module.
+
+    That is the ``attn_implementation`` that the module's configuration is set to, or None where the module
+    has code of its own, which the setting does not reach: transformers accepts it all the same. Attention
+    modules are known by their classes' names, and by their code; those that only hold others do not count.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2Model
+        >>> import fastattn.integrations.transformers as integration
+        >>> model = GPT2Model(GPT2Config(vocab_size=100, n_embd=64, n_layer=1, n_head=4))
+        >>> integration.implementations(model)
+        {'h.0.attn': 'sdpa'}
+    """
+    modules = {name: m for name, m in model.named_modules() if "Attention" in type(m).__name__}
+    parents = {name[:dot] for name in modules for dot in range(len(name)) if name[dot] == "."}
+    if "" in modules and len(modules) > 1:
+        parents.add("")
+    return {
+        name: _configured(model, name) if _uses_interface(type(module)) else None
+        for name, module in modules.items()
+        if name not in parents
+    }
+
+
+@functools.cache
+def _uses_interface(attention_class: type) -> bool:
+    functions = (f for base in attention_class.__mro__ for f in vars(base).values() if callable(f))
+    codes = (getattr(inspect.unwrap(f), "__code__", None) for f in functions)
+    return any(code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes)
+
+
+def _configured(model: torch.nn.Module, name: str) -> str | None:
+    """The implementation in the configuration of a module, or else of the one that holds it."""
+    while True:
+        config = getattr(model.get_submodule(name), "config", None)
+        if (implementation := getattr(config, "_attn_implementation", None)) is not None or not name:
+            return implementation
+        name = name.rpartition(".")[0]
 
 
 def _interfaces():
