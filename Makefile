@@ -1,10 +1,13 @@
-# The front door. Targets set up .venv by themselves: `make test`, `make demo`, `make bench`, `make lint`, `make format`;
-# `make gpu` runs with the PYTHON at hand, as it is.
+# The front door. Targets set up their environments by themselves: `make test`, `make test-newest`, `make demo`,
+# `make bench`, `make lint`, `make format`; `make gpu` runs with the PYTHON at hand, as it is.
 #
 # TORCH is the torch requirement of .venv. The default is pinned, so that a run can be repeated and so that pip takes
 # a CPU-only wheel of this version where it has been given one; plain `torch` is the newest release, on Linux a CUDA
 # build of several GB: `make test TORCH=torch`.
 TORCH ?= torch==2.13.0
+# The torch that `pip install torch` brings, which the binary that was built with TORCH has to serve as well. Pinned,
+# too: a newer one is a change to this line, made when its tests pass.
+NEWEST ?= torch==2.14.1
 PYTHON ?= python3
 # Test processes. Most of the time goes to single-threaded Python, so that two of them take hardly more than half.
 JOBS ?= 2
@@ -13,13 +16,27 @@ LINTERS := ruff==0.17.5 clang-format==23.1.3
 # Threads that wait spin by default, which costs tests a lot when cores are shared.
 export OMP_WAIT_POLICY ?= PASSIVE
 
+# What depends on torch's Python side, which changes from release to release: compile, export, autograd, torch.func,
+# overrides, nested tensors, modules, and the library that loads. Arithmetic is the kernels' own.
+NEWEST_TESTS := $(patsubst %,tests/test_%.py,attention_torch linear_attention_torch aggregation_torch accelerate \
+  replace_attention multihead_attention_torch nested_tensors kv_cache_object graph_conv) \
+  $(addprefix tests/test_package.py::test_,one_binary_for_every_torch environment_caps_the_instruction_set \
+  works_without_the_native_library_and_says_why_in_one_line calls_from_several_threads_at_once \
+  registered_ops_refuse_what_does_not_fit layouts_of_outputs)
+
 BIN := .venv/bin
+NEWEST_BIN := .venv-newest/bin
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*/*)
 
-.PHONY: demo test bench gpu lint format clean
+.PHONY: demo test test-newest bench gpu lint format clean
 
 test: .venv/installed
 	$(BIN)/python -m pytest tests -n $(JOBS) --dist worksteal
+
+# The first line is the wheel, as a user has it; the tests load the checkout, whose library is the same.
+test-newest: .venv-newest/installed
+	cd .venv-newest && bin/python -m fastattn
+	$(NEWEST_BIN)/python -m pytest $(NEWEST_TESTS) -n $(JOBS) --dist worksteal
 
 demo: .venv/installed
 	$(BIN)/python examples/train_language_model.py
@@ -53,6 +70,20 @@ format: .venv/lint
 	$(BIN)/python -m pip install -e ".[test]"
 	touch $@
 
+# A wheel of what .venv has built: nothing is compiled again. The second install replaces one of the same version.
+.venv-newest/installed: .venv/installed .venv-newest/torch-$(subst /,_,$(NEWEST))
+	rm -rf build/wheel
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
+	$(NEWEST_BIN)/python -m pip install "$(NEWEST)" "$$(echo build/wheel/*.whl)[test]"
+	$(NEWEST_BIN)/python -m pip install --no-deps --force-reinstall build/wheel/*.whl
+	touch $@
+
+.venv-newest/torch-$(subst /,_,$(NEWEST)):
+	rm -rf .venv-newest
+	$(PYTHON) -m venv .venv-newest
+	$(NEWEST_BIN)/python -m pip install "$(NEWEST)"
+	touch "$@"
+
 .venv/lint: Makefile | .venv/bin/python
 	$(BIN)/python -m pip install $(LINTERS)
 	touch $@
@@ -61,4 +92,4 @@ format: .venv/lint
 	$(PYTHON) -m venv .venv
 
 clean:
-	rm -rf .venv build fastattn/*.so fastattn/_native_missing.txt *.egg-info demo_output
+	rm -rf .venv .venv-newest build fastattn/*.so fastattn/_native_missing.txt *.egg-info demo_output
