@@ -23,11 +23,14 @@ from fastattn.kernels._attention_tiles import (
     load_level,
     load_numbers,
     number_rows,
+    offsets,
+    query_tile,
     rows_see,
     scores_of,
     seeing_rows,
     seen_keys,
     shown_keys,
+    slope_of,
     softmax_step,
     tile_of,
     weights_of,
@@ -76,22 +79,14 @@ def forward_kernel(
     MASKED: tl.constexpr = mask is not None
     PADDED: tl.constexpr = padding is not None
     HIDING: tl.constexpr = MASKED or PADDED
-    # The last rows come first: under a causal mask they are the longest.
-    total_rows = L
-    b, h, row, first_q, first_k, L, S = tile_of(bounds_q, bounds_k, N, H, L, S, BLOCK_Q, True)
-    first_row = number_rows(bounds_q, b, h, H, total_rows, first_q)
-    offset = lower_right * (S - L)
-    r, c = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
-    channels, value_channels = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    i = row + r
+    b, h, row, first_q, first_k, first_row, L, S, offset, begin, inner, outer, end = query_tile(
+        bounds_q, bounds_k, N, H, L, S, lower_right, left, right, BLOCK_Q
+    )
+    i = row + tl.arange(0, BLOCK_Q)
     in_tile = i < L
-    if WIDE:
-        r, c = r.to(tl.int64), c.to(tl.int64)
-        channels, value_channels = channels.to(tl.int64), value_channels.to(tl.int64)
-
-    slope = None
-    if alibi is not None:
-        slope = tl.load(alibi + b * alibi_stride[0] + h * alibi_stride[1])
+    r, c = offsets(BLOCK_Q, WIDE), offsets(BLOCK_K, WIDE)
+    channels, value_channels = offsets(BLOCK_D, WIDE), offsets(BLOCK_DV, WIDE)
+    slope = slope_of(alibi, alibi_stride, b, h)
     if seed is not None:
         word1, word2 = dropout_words(seed_word(seed), first_row + i + 1)
 
@@ -101,7 +96,6 @@ def forward_kernel(
         sink = to_log2(tl.load(sinks + h * sinks_stride[0]).to(ACCURATE))
         top = tl.full([BLOCK_Q], 0, ACCURATE) + sink
         total = tl.where(top == -float("inf"), total, 1.0)
-    begin, inner, outer, end = seen_keys(row, tl.minimum(row + BLOCK_Q, L) - 1, S, offset, left, right)
     seen = tl.full([BLOCK_Q], 0, tl.int32) > 0
     if value is None:
         given = to_log2(tl.load(lse + first_row + i, mask=in_tile, other=0.0))
@@ -117,10 +111,8 @@ def forward_kernel(
         for block in range(0, count):
             column = block_at(block, first, before, gap, BLOCK_K)
             present = (column + c >= begin) & (column + c < end)
-            shown = None
-            if PADDED:
-                present = shown_keys(padding, padding_stride, b, column + c, present)
-                shown = present[None, :]
+            present = shown_keys(padding, padding_stride, b, column + c, present)
+            shown = present[None, :] if PADDED else None
             k = load_rows(key, key_stride, b, h // group, first_k + column, c, channels, present, D,
                 BLOCK_D, part == 0,
             )  # fmt: skip
@@ -177,22 +169,14 @@ def grad_query_kernel(
     MASKED: tl.constexpr = mask is not None
     PADDED: tl.constexpr = padding is not None
     HIDING: tl.constexpr = MASKED or PADDED
-    # The last rows come first: under a causal mask they are the longest.
-    total_rows = L
-    b, h, row, first_q, first_k, L, S = tile_of(bounds_q, bounds_k, N, H, L, S, BLOCK_Q, True)
-    first_row = number_rows(bounds_q, b, h, H, total_rows, first_q)
-    offset = lower_right * (S - L)
-    r, c = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
-    channels, value_channels = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    i = row + r
+    b, h, row, first_q, first_k, first_row, L, S, offset, begin, inner, outer, end = query_tile(
+        bounds_q, bounds_k, N, H, L, S, lower_right, left, right, BLOCK_Q
+    )
+    i = row + tl.arange(0, BLOCK_Q)
     in_tile = i < L
-    if WIDE:
-        r, c = r.to(tl.int64), c.to(tl.int64)
-        channels, value_channels = channels.to(tl.int64), value_channels.to(tl.int64)
-
-    slope = None
-    if alibi is not None:
-        slope = tl.load(alibi + b * alibi_stride[0] + h * alibi_stride[1])
+    r, c = offsets(BLOCK_Q, WIDE), offsets(BLOCK_K, WIDE)
+    channels, value_channels = offsets(BLOCK_D, WIDE), offsets(BLOCK_DV, WIDE)
+    slope = slope_of(alibi, alibi_stride, b, h)
     if seed is not None:
         word1, word2 = dropout_words(seed_word(seed), first_row + i + 1)
 
@@ -215,7 +199,6 @@ def grad_query_kernel(
     if log_sum is not None:
         logarithm_column = logarithm[:, None]
 
-    begin, inner, outer, end = seen_keys(row, tl.minimum(row + BLOCK_Q, L) - 1, S, offset, left, right)
     seen = tl.full([BLOCK_Q], 0, tl.int32) > 0
     grad = tl.full([BLOCK_Q, BLOCK_D], 0, ACCURATE)
     slopes = tl.full([BLOCK_Q], 0, ACCURATE)
@@ -224,10 +207,8 @@ def grad_query_kernel(
         for block in range(0, count):
             column = block_at(block, first, before, gap, BLOCK_K)
             present = (column + c >= begin) & (column + c < end)
-            shown = None
-            if PADDED:
-                present = shown_keys(padding, padding_stride, b, column + c, present)
-                shown = present[None, :]
+            present = shown_keys(padding, padding_stride, b, column + c, present)
+            shown = present[None, :] if PADDED else None
             k = load_rows(key, key_stride, b, h // group, first_k + column, c, channels, present, D,
                 BLOCK_D, part == 0,
             )  # fmt: skip
@@ -295,17 +276,12 @@ def grad_key_value_kernel(
         bounds_k, bounds_q, N, H // group, S, L, BLOCK_K, False
     )
     offset = lower_right * (S - L)
-    r, c = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
-    channels, value_channels = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    j = column + c
+    j = column + tl.arange(0, BLOCK_K)
     in_tile = j < S
-    if WIDE:
-        r, c = r.to(tl.int64), c.to(tl.int64)
-        channels, value_channels = channels.to(tl.int64), value_channels.to(tl.int64)
+    r, c = offsets(BLOCK_Q, WIDE), offsets(BLOCK_K, WIDE)
+    channels, value_channels = offsets(BLOCK_D, WIDE), offsets(BLOCK_DV, WIDE)
 
-    shown = None
-    if PADDED:
-        shown = shown_keys(padding, padding_stride, b, j, in_tile)[:, None]
+    shown = shown_keys(padding, padding_stride, b, j, in_tile)[:, None] if PADDED else None
     k = load_rows(key, key_stride, b, shared, first_k + column, c, channels, in_tile, D, BLOCK_D, True)
     v = load_rows(
         value, value_stride, b, shared, first_k + column, c, value_channels, in_tile, DV, BLOCK_DV, True
@@ -318,9 +294,7 @@ def grad_key_value_kernel(
     for g in range(0, group):
         h = shared * group + g
         first_row = number_rows(bounds_q, b, h, H, total_rows, first_q)
-        slope = None
-        if alibi is not None:
-            slope = tl.load(alibi + b * alibi_stride[0] + h * alibi_stride[1])
+        slope = slope_of(alibi, alibi_stride, b, h)
         for part in tl.static_range(1 if HIDING else 2):
             first, count, before, gap = blocks_of(part, begin, inner, outer, end, BLOCK_Q, HIDING)
             for block in range(0, count):
@@ -387,11 +361,8 @@ def grad_mask_kernel(
     n, key_tile = n // sizes[3], n % sizes[3]
     n, row_tile = n // sizes[2], n % sizes[2]
     mask_b, mask_h = n // sizes[1], n % sizes[1]
-    r, c = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
-    channels, value_channels = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    if WIDE:
-        r, c = r.to(tl.int64), c.to(tl.int64)
-        channels, value_channels = channels.to(tl.int64), value_channels.to(tl.int64)
+    r, c = offsets(BLOCK_Q, WIDE), offsets(BLOCK_K, WIDE)
+    channels, value_channels = offsets(BLOCK_D, WIDE), offsets(BLOCK_DV, WIDE)
 
     total = tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE)
     items = shared[0] * shared[1] * shared[2] * shared[3]
@@ -412,12 +383,8 @@ def grad_mask_kernel(
             v = load_rows(value, value_stride, b, h // group,
                 column, c, value_channels, j < S, DV, BLOCK_DV, True,
             )  # fmt: skip
-            shown = None
-            if padding is not None:
-                shown = shown_keys(padding, padding_stride, b, j, j < S)[None, :]
-            slope = None
-            if alibi is not None:
-                slope = tl.load(alibi + b * alibi_stride[0] + h * alibi_stride[1])
+            shown = shown_keys(padding, padding_stride, b, j, j < S)[None, :] if padding is not None else None
+            slope = slope_of(alibi, alibi_stride, b, h)
             dots = product(q, tl.trans(k), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
             score, visible, _ = scores_of(
                 dots, b, h, r[:, None], c[None, :], row, column, L, S, offset, left, right,
@@ -475,14 +442,9 @@ def weights_kernel(
         b, first_head, heads = n, n * 0, H
     else:
         b, first_head, heads = n // H, n % H, H // H
-    r, c = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
-    channels = tl.arange(0, BLOCK_D)
-    i, j = row + r, column + c
-    if WIDE:
-        r, c, channels = r.to(tl.int64), c.to(tl.int64), channels.to(tl.int64)
-    shown = None
-    if padding is not None:
-        shown = shown_keys(padding, padding_stride, b, j, j < S)[None, :]
+    r, c, channels = offsets(BLOCK_Q, WIDE), offsets(BLOCK_K, WIDE), offsets(BLOCK_D, WIDE)
+    i, j = row + tl.arange(0, BLOCK_Q), column + tl.arange(0, BLOCK_K)
+    shown = shown_keys(padding, padding_stride, b, j, j < S)[None, :] if padding is not None else None
     total = tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE)
     for x in range(0, heads):
         h = first_head + x
@@ -490,9 +452,7 @@ def weights_kernel(
                       channels, i < L, D, BLOCK_D, True)  # fmt: skip
         k = load_rows(key, key_stride, b, h // group, column,
                       c, channels, j < S, D, BLOCK_D, True)  # fmt: skip
-        slope = None
-        if alibi is not None:
-            slope = tl.load(alibi + b * alibi_stride[0] + h * alibi_stride[1])
+        slope = slope_of(alibi, alibi_stride, b, h)
         dots = product(q, tl.trans(k), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
         score, visible, _ = scores_of(
             dots, b, h, r[:, None], c[None, :], row, column, L, S, offset, left, right, mask, mask_stride,

@@ -8,8 +8,8 @@ from fastattn.kernels._common import LOG2E, device, to_log2
 
 __all__ = [
     "block_at", "blocks_of", "clip", "finish_rows", "first_tile", "load_level", "load_numbers", "number_rows",
-    "rows_see", "scores_of", "seeing_rows", "seen_keys", "shown_keys", "softmax_step", "tile_of",
-    "weights_of",
+    "offsets", "query_tile", "rows_see", "scores_of", "seeing_rows", "seen_keys", "shown_keys", "slope_of",
+    "softmax_step", "tile_of", "weights_of",
 ]  # fmt: skip
 
 
@@ -120,6 +120,32 @@ def seen_keys(first, last, S, offset, left, right):
 
 
 @device
+def query_tile(bounds_q, bounds_k, N, H, total_rows, S, lower_right, left, right, BLOCK: tl.constexpr):
+    """The tile of queries of a program: as ``tile_of``, with the number of its head's first row, the offset
+    of the diagonal, and which keys its rows see. The last rows come first: under a causal mask they are the
+    longest."""
+    b, h, row, first_q, first_k, L, S = tile_of(bounds_q, bounds_k, N, H, total_rows, S, BLOCK, True)
+    first_row = number_rows(bounds_q, b, h, H, total_rows, first_q)
+    offset = lower_right * (S - L)
+    begin, inner, outer, end = seen_keys(row, tl.minimum(row + BLOCK, L) - 1, S, offset, left, right)
+    return b, h, row, first_q, first_k, first_row, L, S, offset, begin, inner, outer, end
+
+
+@device
+def offsets(BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """0, 1, ... within a tile, of 64 bits where strides are so large that these need them."""
+    return tl.arange(0, BLOCK).to(tl.int64 if WIDE else tl.int32)
+
+
+@device
+def slope_of(alibi, alibi_stride, b, h):
+    if alibi is None:
+        return None
+    else:
+        return tl.load(alibi + b * alibi_stride[0] + h * alibi_stride[1])
+
+
+@device
 def seeing_rows(first, last, L, offset, left, right):
     """Rows [begin, end) that may see some key of first..last, and [inner, outer) that see all of them."""
     begin, inner, outer, end = L * 0, L * 0, L, L
@@ -212,8 +238,11 @@ def scores_of(
 @device
 def shown_keys(padding, padding_stride, b, j, present):
     """Of the keys j that are ``present``, those that key_padding_mask shows."""
-    at = padding + b * padding_stride[0] + j.to(tl.int64) * padding_stride[1]
-    return tl.load(at, mask=present, other=0) != 0
+    if padding is None:
+        return present
+    else:
+        at = padding + b * padding_stride[0] + j.to(tl.int64) * padding_stride[1]
+        return tl.load(at, mask=present, other=0) != 0
 
 
 @device

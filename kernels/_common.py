@@ -17,7 +17,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 __all__ = [
-    "INTERPRETED", "LN2", "LOG2E", "Config", "architecture", "block_of", "check", "choose_config",
+    "INTERPRETED", "LN2", "LOG2E", "Config", "architecture", "block_of", "check",
     "compile_only", "device", "dropout_keep",
     "dropout_threshold", "dropout_words", "launch", "load_rows", "needs_wide_offsets", "operand", "precision",
     "product", "seed_word", "store_rows", "to_log2", "to_natural",
@@ -32,10 +32,11 @@ if INTERPRETED:
 
 
 class Config(NamedTuple):
-    """What a launch table chooses: a tile, the warps that share it, the loads under way at a time."""
+    """What a launch table chooses. The tile has queries x keys in softmax attention, and in linear attention
+    tokens x columns of the state; ``warps`` share it, with ``stages`` of its loads under way."""
 
-    BLOCK_Q: int
-    BLOCK_K: int
+    rows: int
+    columns: int
     warps: int
     stages: int
 
@@ -98,11 +99,6 @@ def launch(kernel, programs: int, config: Config, **arguments) -> None:
 def block_of(size: int) -> int:
     """The width of the tile that holds ``size`` channels: a power of two that matrix instructions take."""
     return max(16, triton.next_power_of_2(size))
-
-
-def choose_config(rows: tuple[tuple[int, int, Config], ...], dtype: torch.dtype, width: int) -> Config:
-    """The first row of a launch table whose element size and tile width hold the call."""
-    return next(config for size, widest, config in rows if size >= dtype.itemsize and widest >= width)
 
 
 def check(

@@ -10,102 +10,18 @@ from fastattn.kernels._common import (
     architecture,
     block_of,
     check,
-    choose_config,
     dropout_threshold,
     launch,
     needs_wide_offsets,
     precision,
 )
+from fastattn.kernels._launch_tables import FORWARD, GRAD_KEY_VALUE, GRAD_QUERY, Table, choose_config
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastattn._choose import TRITON_HEAD_DIM
 
 __all__ = ["attention_backward", "attention_forward", "attention_weights"]
-
-# Launch tables: by architecture, then the first row whose element size (bytes) and tile width (channels, the
-# wider of D and Dv as a power of two; a mask counts as as many again) hold the call. No GPU has measured
-# them: they are the largest of the tiles that were tried which keep everything in registers, as
-# `python -m fastattn.kernels` shows.
-# - a warp holds 16 rows of a product's left side, so that 4 warps go with 64 rows and 8 with 128: with fewer
-#   rows two warps compute the same. On Hopper 4 warps are a warpgroup, the unit of wgmma.
-# - Ampere and CDNA have less shared memory (163 KB and 64 KB, not 227 KB) for stages, and Ampere also holds
-#   the right sides of products in registers: narrower blocks.
-# - float32 forms its products on the ordinary units and holds both operands in registers: small tiles.
-# - the gradients of keys and values are two accumulators of a tile's width, half of all registers at 128 rows
-#   and channels: few query rows at a time.
-# - the interpreter's time goes by operations, its tests are about edges of tiles: small but not smallest.
-Table = dict[str, tuple[tuple[int, int, Config], ...]]
-FORWARD: Table = {
-    "cuda:80": (
-        (2, 64, Config(128, 64, 8, 3)), (2, 128, Config(128, 32, 8, 3)), (2, 256, Config(64, 32, 4, 2)),
-        (2, 512, Config(32, 16, 4, 2)), (4, 64, Config(64, 32, 4, 2)), (4, 128, Config(32, 32, 4, 2)),
-        (4, 512, Config(16, 16, 4, 1)), (8, 512, Config(16, 16, 4, 1)),
-    ),
-    "cuda:90": (
-        (2, 64, Config(128, 128, 8, 3)), (2, 128, Config(128, 64, 8, 3)), (2, 256, Config(128, 32, 8, 2)),
-        (2, 512, Config(64, 32, 8, 1)), (4, 64, Config(64, 32, 4, 2)), (4, 128, Config(32, 32, 4, 2)),
-        (4, 512, Config(16, 16, 4, 1)), (8, 512, Config(16, 16, 4, 1)),
-    ),
-    "cuda:100": (
-        (2, 128, Config(128, 64, 8, 3)), (2, 256, Config(64, 64, 4, 2)), (2, 512, Config(64, 32, 8, 1)),
-        (4, 64, Config(64, 32, 4, 2)), (4, 128, Config(32, 32, 4, 2)), (4, 512, Config(16, 16, 4, 1)),
-        (8, 512, Config(16, 16, 4, 1)),
-    ),
-    "hip": (
-        (2, 64, Config(64, 64, 4, 1)), (2, 128, Config(32, 64, 4, 1)), (2, 256, Config(32, 32, 4, 1)),
-        (2, 512, Config(32, 16, 4, 1)), (4, 64, Config(64, 32, 4, 1)), (4, 128, Config(32, 32, 4, 1)),
-        (4, 512, Config(16, 16, 4, 1)), (8, 512, Config(16, 16, 4, 1)),
-    ),
-    "interpreter": ((8, 512, Config(32, 32, 1, 1)),),
-}  # fmt: skip
-GRAD_QUERY: Table = {
-    "cuda:80": (
-        (2, 64, Config(128, 64, 8, 2)), (2, 128, Config(128, 32, 8, 2)), (2, 256, Config(32, 32, 4, 1)),
-        (2, 512, Config(16, 16, 4, 1)), (4, 64, Config(32, 32, 4, 1)), (4, 512, Config(16, 16, 4, 1)),
-        (8, 512, Config(16, 16, 4, 1)),
-    ),
-    "cuda:90": (
-        (2, 128, Config(128, 64, 8, 2)), (2, 256, Config(64, 32, 4, 1)), (2, 512, Config(16, 16, 4, 1)),
-        (4, 64, Config(32, 32, 4, 1)), (4, 512, Config(16, 16, 4, 1)), (8, 512, Config(16, 16, 4, 1)),
-    ),
-    "cuda:100": (
-        (2, 64, Config(128, 64, 8, 1)), (2, 128, Config(128, 64, 8, 2)), (2, 256, Config(64, 32, 4, 1)),
-        (2, 512, Config(16, 16, 4, 1)), (4, 64, Config(32, 32, 4, 1)), (4, 512, Config(16, 16, 4, 1)),
-        (8, 512, Config(16, 16, 4, 1)),
-    ),
-    "hip": (
-        (2, 64, Config(64, 64, 4, 1)), (2, 128, Config(32, 64, 4, 1)), (2, 256, Config(16, 32, 4, 1)),
-        (2, 512, Config(16, 16, 4, 1)), (4, 64, Config(32, 32, 4, 1)), (4, 512, Config(16, 16, 4, 1)),
-        (8, 512, Config(16, 16, 4, 1)),
-    ),
-    "interpreter": ((8, 512, Config(32, 32, 1, 1)),),
-}  # fmt: skip
-GRAD_KEY_VALUE: Table = {
-    "cuda:80": (
-        (2, 128, Config(16, 128, 8, 2)), (2, 256, Config(16, 64, 4, 2)), (2, 512, Config(16, 16, 4, 1)),
-        (4, 64, Config(32, 32, 4, 1)), (4, 512, Config(16, 16, 4, 1)), (8, 512, Config(16, 16, 4, 1)),
-    ),
-    "cuda:90": (
-        (2, 64, Config(32, 128, 8, 2)), (2, 128, Config(16, 128, 8, 2)), (2, 256, Config(16, 64, 8, 2)),
-        (2, 512, Config(16, 16, 4, 1)), (4, 64, Config(32, 32, 4, 1)), (4, 512, Config(16, 16, 4, 1)),
-        (8, 512, Config(16, 16, 4, 1)),
-    ),
-    "cuda:100": (
-        (2, 64, Config(32, 128, 8, 2)), (2, 128, Config(16, 128, 8, 1)), (2, 256, Config(16, 64, 8, 1)),
-        (2, 512, Config(16, 16, 4, 1)), (4, 64, Config(32, 32, 4, 1)), (4, 512, Config(16, 16, 4, 1)),
-        (8, 512, Config(16, 16, 4, 1)),
-    ),
-    "hip": (
-        (2, 64, Config(64, 64, 4, 1)), (2, 128, Config(32, 64, 4, 1)), (2, 256, Config(16, 32, 4, 1)),
-        (2, 512, Config(16, 16, 4, 1)), (4, 64, Config(32, 32, 4, 1)), (4, 512, Config(16, 16, 4, 1)),
-        (8, 512, Config(16, 16, 4, 1)),
-    ),
-    "interpreter": ((8, 512, Config(32, 32, 1, 1)),),
-}  # fmt: skip
-for table in (FORWARD, GRAD_QUERY, GRAD_KEY_VALUE):
-    table["xpu"] = table["cuda:80"]  # nothing is known of it; the small tiles
-
 
 # What inner loops read, the rows of a block and its channels; and the architectures where they read it
 # through tensor descriptors, with the largest element. These take the addresses out of the registers: the
@@ -209,8 +125,8 @@ class _Call:
 
         ``streamed`` are the tensors that its inner loop reads block after block.
         """
-        config = choose_config(table[architecture(self.device)], self.dtype, self.width)
-        given = {**self.arguments, "BLOCK_Q": config.BLOCK_Q, "BLOCK_K": config.BLOCK_K, **more}
+        config = choose_config(table, self.device, self.dtype, self.width)
+        given = {**self.arguments, "BLOCK_Q": config.rows, "BLOCK_K": config.columns, **more}
         for name, rows, width in streamed:
             if self.describes(given[name]):
                 tensor, block = given[name], [1, 1, given[rows], given[width]]
@@ -232,7 +148,7 @@ class _Call:
         )
 
     def tiles(self, config: Config) -> tuple[int, int]:
-        return -(-self.L // config.BLOCK_Q), -(-self.S // config.BLOCK_K)
+        return -(-self.L // config.rows), -(-self.S // config.columns)
 
     def places(self, config: Config) -> tuple[int, int]:
         """How many programs have a tile of queries, and of keys, for each head: see ``first_tile``.
@@ -242,7 +158,7 @@ class _Call:
         """
         if self.bounds is None:
             return tuple(self.B * n for n in self.tiles(config))
-        return self.L // config.BLOCK_Q + self.N, self.S // config.BLOCK_K + self.N
+        return self.L // config.rows + self.N, self.S // config.columns + self.N
 
     def level(self, lse: Tensor) -> tuple[Tensor, Tensor | None]:
         """lse and log_sum for the kernels that compute weights again.
@@ -317,7 +233,7 @@ def attention_backward(
     seen_rows = torch.empty((B, H, L), dtype=torch.uint8, device=call.device) if masked else None
     saved = {"lse": level, "log_sum": log_sum, "delta": delta, "levels": levels, "seen_rows": seen_rows}
 
-    config = choose_config(GRAD_QUERY[architecture(call.device)], call.dtype, call.width)
+    config = choose_config(GRAD_QUERY, call.device, call.dtype, call.width)
     places = call.places(config)[0]
     alibi_sum = call.empty(H, places) if alibi_grad else None
     sinks_sum = call.empty(H, places) if sinks_grad else None
@@ -346,14 +262,14 @@ def _sum_tiles(call: _Call, config: Config, partial: Tensor) -> Tensor:
         return partial.view(call.B, call.H, call.tiles(config)[0]).sum(-1)
     total = call.empty(call.H, call.N)
     launch(
-        kernels.sum_tiles_kernel, total.numel(), Config(config.BLOCK_Q, 1, 1, 1), partial=partial,
-        total=total, bounds=call.bounds[0], N=call.N, length=call.L, BLOCK=config.BLOCK_Q,
+        kernels.sum_tiles_kernel, total.numel(), Config(config.rows, 1, 1, 1), partial=partial,
+        total=total, bounds=call.bounds[0], N=call.N, length=call.L, BLOCK=config.rows,
     )  # fmt: skip
     return total.T
 
 
 def _sum_mask_grad(call: _Call, attn_mask: Tensor, saved: dict[str, Tensor]) -> Tensor:
-    config = choose_config(GRAD_QUERY[architecture(call.device)], call.dtype, call.width)
+    config = choose_config(GRAD_QUERY, call.device, call.dtype, call.width)
     whole = (call.B, call.H, *call.tiles(config))
     # A dimension of size 1 is one tile, added up over everything; where there is one of everything, too.
     split = [n != 1 for n in call.mask_shape]

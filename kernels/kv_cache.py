@@ -25,10 +25,8 @@ from fastattn.kernels._attention_tiles import (
 from fastattn.kernels._common import (
     INTERPRETED,
     Config,
-    architecture,
     block_of,
     check,
-    choose_config,
     device,
     launch,
     load_rows,
@@ -38,47 +36,14 @@ from fastattn.kernels._common import (
     to_log2,
     to_natural,
 )
+from fastattn.kernels._launch_tables import DECODE, PROMPT, choose_config
 from torch import Tensor
 
 from fastattn._choose import TRITON_HEAD_DIM
 
 __all__ = ["attention_with_kv_cache"]
 
-# Launch tables as in attention.py, by how many rows there are.
-# - decoding is bound by reading the cache: the smallest tile of queries, and many loads under way.
-# - otherwise a prompt, or a part of one: as the forward without a cache, with registers left for pages.
-Table = dict[str, tuple[tuple[int, int, Config], ...]]
-FEW_ROWS = 16
-DECODE: Table = {
-    "cuda:80": (
-        (2, 64, Config(16, 128, 4, 3)), (2, 128, Config(16, 64, 4, 3)), (2, 256, Config(16, 32, 4, 3)),
-        (2, 512, Config(16, 16, 4, 2)), (4, 64, Config(16, 64, 4, 2)), (4, 128, Config(16, 32, 4, 2)),
-        (4, 512, Config(16, 16, 4, 1)), (8, 512, Config(16, 16, 4, 1)),
-    ),
-    "hip": (
-        (2, 64, Config(16, 64, 4, 1)), (2, 128, Config(16, 64, 4, 1)), (2, 256, Config(16, 32, 4, 1)),
-        (2, 512, Config(16, 16, 4, 1)), (4, 64, Config(16, 32, 4, 1)), (4, 512, Config(16, 16, 4, 1)),
-        (8, 512, Config(16, 16, 4, 1)),
-    ),
-    "interpreter": ((8, 512, Config(16, 32, 1, 1)),),
-}  # fmt: skip
-PROMPT: Table = {
-    "cuda:80": (
-        (2, 128, Config(64, 64, 4, 2)), (2, 256, Config(64, 32, 8, 2)), (2, 512, Config(32, 16, 4, 1)),
-        (4, 64, Config(32, 32, 4, 2)), (4, 128, Config(32, 32, 4, 1)), (4, 512, Config(16, 16, 4, 1)),
-        (8, 512, Config(16, 16, 4, 1)),
-    ),
-    "hip": (
-        (2, 64, Config(64, 64, 4, 1)), (2, 128, Config(32, 64, 4, 1)), (2, 256, Config(32, 32, 4, 1)),
-        (2, 512, Config(16, 16, 4, 1)), (4, 64, Config(32, 32, 4, 1)), (4, 512, Config(16, 16, 4, 1)),
-        (8, 512, Config(16, 16, 4, 1)),
-    ),
-    "interpreter": ((8, 512, Config(32, 32, 1, 1)),),
-}  # fmt: skip
-for table in (DECODE, PROMPT):
-    for name in ("cuda:90", "cuda:100", "xpu"):
-        table[name] = table["cuda:80"]
-
+FEW_ROWS = 16  # a tile of decoding
 # Tokens that a program appends, and rows that one joins.
 APPENDED = Config(16, 1, 4, 1)
 JOINED = Config(8, 1, 4, 1)
@@ -317,9 +282,9 @@ def attention_with_kv_cache(
     out = query.new_empty((B, L, H, DV)).transpose(1, 2)
     lse = query.new_empty((B, H, L), dtype=wide)
 
-    table = (DECODE if L * group <= FEW_ROWS else PROMPT)[architecture(query.device)]
-    config = choose_config(table, query.dtype, block_of(max(D, DV)))
-    tiles, blocks = B * Hkv * -(-L * group // config.BLOCK_Q), -(-capacity // config.BLOCK_K)
+    table = DECODE if L * group <= FEW_ROWS else PROMPT
+    config = choose_config(table, query.device, query.dtype, block_of(max(D, DV)))
+    tiles, blocks = B * Hkv * -(-L * group // config.rows), -(-capacity // config.columns)
     splits = num_splits or min(PROGRAMS // max(tiles, 1), blocks // BLOCKS)
     splits = max(min(splits, blocks), 1)
     parts = [None] * 3
@@ -341,19 +306,19 @@ def attention_with_kv_cache(
         "left": None if window_left < 0 else min(window_left, L + capacity),
         "right": None if window_right < 0 else min(window_right, L + capacity),
         "scale": float(scale), "softcap": float(softcap), "SOFTCAP": softcap > 0,
-        "D": D, "DV": DV, "BLOCK_K": config.BLOCK_K, "BLOCK_D": block_of(D), "BLOCK_DV": block_of(DV),
+        "D": D, "DV": DV, "BLOCK_K": config.columns, "BLOCK_D": block_of(D), "BLOCK_DV": block_of(DV),
         "PRECISION": precision(query.dtype), "WIDE": needs_wide_offsets(*strided.values()),
         "UPCAST": INTERPRETED and query.dtype == torch.bfloat16,
-        "BLOCKS_IN_PAGES": block_table is not None and page_size % config.BLOCK_K == 0,
+        "BLOCKS_IN_PAGES": block_table is not None and page_size % config.columns == 0,
     }  # fmt: skip
 
     def run(kernel, programs: int, config: Config) -> None:
-        arguments = given | {"BLOCK_Q": config.BLOCK_Q}
+        arguments = given | {"BLOCK_Q": config.rows}
         launch(kernel, programs, config, **{n: arguments[n] for n in kernel.arg_names})
 
     if T > 0:
-        run(append_kernel, B * Hkv * -(-T // APPENDED.BLOCK_Q), APPENDED)
+        run(append_kernel, B * Hkv * -(-T // APPENDED.rows), APPENDED)
     run(attend_kernel, tiles * splits, config)
     if splits > 1:
-        run(join_kernel, B * Hkv * -(-L * group // JOINED.BLOCK_Q), JOINED)
+        run(join_kernel, B * Hkv * -(-L * group // JOINED.rows), JOINED)
     return out, lse

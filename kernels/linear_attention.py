@@ -9,20 +9,18 @@ writes it once. Every number has one writer and one order of summation: no atomi
 Katharopoulos et al., arXiv:2006.16236.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from fastattn.kernels._common import (
     INTERPRETED,
-    architecture,
+    Config,
     block_of,
     check,
-    choose_config,
     launch,
     precision,
 )
+from fastattn.kernels._launch_tables import WALK, WALK_TF32, choose_config
 from fastattn.kernels._linear_attention_kernels import add_up, grad_den, step, walk
 from torch import Tensor
 
@@ -33,43 +31,6 @@ __all__ = [
     "linear_attention_step_",
 ]  # fmt: skip
 
-
-class Tile(NamedTuple):
-    """What a launch table chooses: the tokens of a chunk and the columns of a state that a program holds."""
-
-    CHUNK: int
-    COLUMNS: int
-    warps: int
-    stages: int
-
-
-# Launch tables: by architecture, then the first row whose element size (bytes) and height of the state
-# (channels, as a power of two) hold the call. First guesses, no GPU has measured them yet; those of 64 and
-# 128 channels are the largest that spill nothing on sm_90 (`python -m fastattn.kernels`).
-# - the state takes height x COLUMNS registers, and the features of queries and keys CHUNK x height each.
-# - 64 tokens are a warpgroup's share of Hopper's wgmma; more tokens mean more products within the chunk.
-# - TF32 keeps its operands in twice the registers and shared memory of bfloat16.
-# - float32 forms its products on the ordinary units and holds both operands in registers: small tiles.
-# - the interpreter's time goes by operations, its tests are about edges of tiles: small but not smallest.
-Table = dict[str, tuple[tuple[int, int, Tile], ...]]
-WALK: Table = {
-    "cuda:80": (
-        (2, 64, Tile(64, 64, 4, 1)), (2, 128, Tile(64, 32, 8, 1)), (2, 256, Tile(32, 32, 8, 1)),
-        (2, 512, Tile(16, 16, 8, 1)), (4, 128, Tile(16, 32, 4, 1)), (4, 512, Tile(16, 16, 8, 1)),
-        (8, 512, Tile(16, 16, 8, 1)),
-    ),
-    "interpreter": ((8, 512, Tile(16, 16, 1, 1)),),
-}  # fmt: skip
-WALK_TF32: Table = {
-    "cuda:80": (
-        (4, 64, Tile(64, 32, 4, 1)), (4, 128, Tile(16, 64, 8, 1)), (4, 256, Tile(16, 32, 8, 1)),
-        (4, 512, Tile(16, 16, 8, 1)),
-    ),
-    "interpreter": WALK["interpreter"],
-}  # fmt: skip
-for table in (WALK, WALK_TF32):
-    for name in ("cuda:90", "cuda:100", "hip", "xpu"):
-        table[name] = table["cuda:80"]
 
 # Sequences are cut into segments, of at least LEAST tokens and whole chunks, until there are this many
 # programs: enough for any GPU, and independent of it, so that the order of summation is too.
@@ -145,9 +106,7 @@ class _Call:
         self.operand = _operand(query.dtype)
         seen_from = None if initial_kv is not None else self.seen_from(key_padding_mask)
         table = WALK_TF32 if self.operand[2] == "tf32" else WALK
-        self.tile = choose_config(
-            table[architecture(self.device)], query.dtype, block_of(max(D, self.DV))
-        )  # fmt: skip
+        self.tile = choose_config(table, self.device, query.dtype, block_of(max(D, self.DV)))
         self.segments = self.cut(self.L)
         self.strided = {"query": query, "key": key, "value": value, "decay": decay}
         self.arguments = {
@@ -178,7 +137,7 @@ class _Call:
 
     def cut(self, length: int) -> int:
         """The number of segments of sequences of this length."""
-        programs = self.N * self.H * max(-(-min(self.D, self.DV) // self.tile.COLUMNS), 1)
+        programs = self.N * self.H * max(-(-min(self.D, self.DV) // self.tile.columns), 1)
         return max(min(PROGRAMS // max(programs, 1), length // LEAST), 1)
 
     def empty(self, *shape: int) -> Tensor:
@@ -202,12 +161,12 @@ class _Call:
             "start_kv": kv, "start_z": z, "end_kv": end[0], "end_z": end[1], "result": result,
         }  # fmt: skip
         tensors.setdefault("grad_out", None)
-        programs = self.N * self.H * segments * max(-(-U // self.tile.COLUMNS), 1)
+        programs = self.N * self.H * segments * max(-(-U // self.tile.columns), 1)
         launch(
             walk, programs, self.tile, **self.arguments, **tensors,
             **{f"{n}_stride": None if t is None else t.stride() for n, t in tensors.items()},
             end_decay=end_decay, states=states, grad_decay=grad_decay, T=tokens, segments=segments, ROLE=role,
-            CHUNK=self.tile.CHUNK, COLUMNS=self.tile.COLUMNS, BLOCK_X=block_of(X),
+            CHUNK=self.tile.rows, COLUMNS=self.tile.columns, BLOCK_X=block_of(X),
         )  # fmt: skip
 
     def starts(self, role: str, tokens: int, start, end) -> tuple[Tensor | None, Tensor | None]:
@@ -224,7 +183,7 @@ class _Call:
             decays = self.empty(self.N * segments, self.H)
         self.walk(role, tokens, segments, end=(kv, z), end_decay=decays)
         launch(
-            add_up, self.N * self.H * max(-(-local.shape[2] // BLOCK), 1), Tile(0, 0, 4, 1), local=local,
+            add_up, self.N * self.H * max(-(-local.shape[2] // BLOCK), 1), Config(0, 0, 4, 1), local=local,
             decays=decays, start_kv=start[0], start_z=start[1], end_kv=end[0], end_z=end[1],
             start_kv_stride=None if start[0] is None else start[0].stride(),
             start_z_stride=None if start[1] is None else start[1].stride(), H=self.H, segments=segments,
@@ -279,9 +238,9 @@ def linear_attention_backward(
         delta = call.empty(B, H, L)
         call.arguments |= {"den": den.contiguous(), "delta": delta}
         launch(
-            grad_den, B * H * -(-L // tile.CHUNK), Tile(tile.CHUNK, 0, 4, 1), grad_out=grad_out, out=out,
+            grad_den, B * H * -(-L // tile.rows), Config(tile.rows, 0, 4, 1), grad_out=grad_out, out=out,
             den=call.arguments["den"], delta=delta, grad_out_stride=grad_out.stride(),
-            out_stride=out.stride(), H=H, L=L, eps=float(eps), DV=DV, CHUNK=tile.CHUNK,
+            out_stride=out.stride(), H=H, L=L, eps=float(eps), DV=DV, CHUNK=tile.rows,
             BLOCK_DV=min(block_of(DV), 64),
         )  # fmt: skip
 
@@ -289,9 +248,9 @@ def linear_attention_backward(
     states = partial = None
     if decay_grad:
         # A state before each chunk of each sequence, wherever its tokens are: see `spot` in the kernel.
-        spots = (L if cu_seqlens is not None else B * L) // tile.CHUNK + call.N + 1
+        spots = (L if cu_seqlens is not None else B * L) // tile.rows + call.N + 1
         states = call.empty(spots, H, DV + 1, D)
-        partial = call.empty(max(-(-D // tile.COLUMNS), 1), B, H, L)
+        partial = call.empty(max(-(-D // tile.columns), 1), B, H, L)
     flows = {"states": states, "grad_decay": partial}
 
     grad_query, grad_key, grad_value = (torch.empty_like(t) for t in (query, key, value))
@@ -341,7 +300,7 @@ def _step_of(
         "new_z": new_z,
     }  # fmt: skip
     launch(
-        step, B * H * (tiles // each), Tile(1, COLUMNS, 4, 2), **tensors,
+        step, B * H * (tiles // each), Config(1, COLUMNS, 4, 2), **tensors,
         **{f"{n}_stride": None if t is None else t.stride() for n, t in tensors.items()}, out=out, H=H,
         group=H // max(Hkv, 1), eps=float(eps), scale=float(scale), NORMALIZE=normalize, MAP=feature_map, D=D,
         DV=DV, BLOCK_D=BLOCK_D, COLUMNS=COLUMNS, TILES=each, IN_PLACE=in_place,
