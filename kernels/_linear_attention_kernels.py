@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from fastattn.kernels._common import device, load_rows, store_rows
 
-__all__ = ["add_up", "grad_den", "step", "walk"]
+__all__ = ["add_up", "grad_den", "recurrence", "walk"]
 
 # Lengths, and what depends on them, are never specialised: a new length must not mean a new compilation.
 LENGTHS = ["B", "H", "group", "T", "L", "segments"]
@@ -440,57 +440,82 @@ def grad_den(
     tl.store(delta + at, tl.where(live, -tl.sum(total, 1) * factor, 0.0), mask=present)
 
 
+@device
+def _token(base, stride, b, h, t, columns, shown, WIDTH: tl.constexpr):
+    """One row of the matrix (b, h), zeros if it is not ``shown``."""
+    at = base + b * stride[0] + h * stride[1] + t * stride[2] + columns * stride[3]
+    return tl.load(at, mask=columns < tl.where(shown, WIDTH, 0), other=0.0)
+
+
 @triton.jit(do_not_specialize=LENGTHS)
-def step(
-    query, key, value, kv, z, decay, out, new_kv, new_z, query_stride, key_stride, value_stride, kv_stride,
-    z_stride, decay_stride, new_kv_stride, new_z_stride, H, group, eps: tl.float64, scale: tl.float64,
+def recurrence(
+    query, key, value, decay, padding, cu_seqlens, start_kv, start_z, out, den, end_kv, end_z,
+    query_stride, key_stride, value_stride, decay_stride, padding_stride, start_kv_stride, start_z_stride,
+    out_stride, end_kv_stride, end_z_stride,
+    H, group, L, eps: tl.float64, scale: tl.float64,
     NORMALIZE: tl.constexpr, MAP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     COLUMNS: tl.constexpr, TILES: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """One token of one head, and TILES tiles of COLUMNS of its state: read once, written once."""
-    ACCURATE: tl.constexpr = kv.dtype.element_ty
+    """One head of a sequence, token by token, and TILES tiles of COLUMNS of its state: no products of
+    matrices, the state is read once and written once."""
+    ACCURATE: tl.constexpr = tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32
     PROGRAMS: tl.constexpr = (DV + COLUMNS * TILES - 1) // (COLUMNS * TILES) if DV > 0 else 1
     tile = tl.program_id(0) % PROGRAMS
     head = (tl.program_id(0) // PROGRAMS).to(tl.int64)
-    b, h = head // H, head % H
+    n, h = head // H, head % H
     hk = h // group
+    b, begin, length = _bounds(cu_seqlens, n, L)
     eps, scale = tl.full([], eps, ACCURATE), tl.full([], scale, ACCURATE)
     d = tl.arange(0, BLOCK_D).to(tl.int64)
     inside = d < D
-    q = tl.load(
-        query + b * query_stride[0] + h * query_stride[1] + d * query_stride[2], mask=inside, other=0.0
-    )
-    k = tl.load(key + b * key_stride[0] + hk * key_stride[1] + d * key_stride[2], mask=inside, other=0.0)
-    q, k = _feature(q.to(ACCURATE), MAP), _feature(k.to(ACCURATE), MAP)
-    q, k = tl.where(inside, q, 0.0), tl.where(inside, k, 0.0)
-    total = tl.load(z + b * z_stride[0] + h * z_stride[1] + d * z_stride[2], mask=inside, other=0.0)
+    first_z = tl.zeros([BLOCK_D], ACCURATE)
+    if start_z is not None:
+        z_source = start_z + n * start_z_stride[0] + h * start_z_stride[1] + d * start_z_stride[2]
+        first_z = tl.load(z_source, mask=inside, other=0.0)
     if IN_PLACE:
         tl.debug_barrier()  # warps that hold the same elements have all read them before one writes
-    kept = tl.full([], 1, ACCURATE)
-    if decay is not None:
-        kept = tl.exp(tl.load(decay + b * decay_stride[0] + h * decay_stride[1]).to(ACCURATE))
-        total = tl.where(kept > 0, total, 0.0) * kept
-    total += k
-    at = new_z + b * new_z_stride[0] + h * new_z_stride[1] + d * new_z_stride[2]
-    tl.store(at, total, mask=d < tl.where(tile == 0, D, 0))
-    den = None
-    if NORMALIZE:
-        den = tl.sum(q * total, 0)
-    factor, live = _quotient(den, head >= 0, eps, scale)
-    kv += b * kv_stride[0] + h * kv_stride[1]
-    new_kv += b * new_kv_stride[0] + h * new_kv_stride[1]
     for column in range(tile * TILES * COLUMNS, (tile + 1) * TILES * COLUMNS, COLUMNS):
         c = column + tl.arange(0, COLUMNS).to(tl.int64)
         of_state = inside[:, None] & (c < DV)[None, :]
-        v = tl.load(
-            value + b * value_stride[0] + hk * value_stride[1] + c * value_stride[2], mask=c < DV, other=0.0
-        )
-        state = tl.load(kv + d[:, None] * kv_stride[2] + c[None, :] * kv_stride[3], mask=of_state, other=0.0)
+        state, z = tl.zeros([BLOCK_D, COLUMNS], ACCURATE), first_z
+        if start_kv is not None:
+            source = start_kv + n * start_kv_stride[0] + h * start_kv_stride[1]
+            source = source + d[:, None] * start_kv_stride[2] + c[None, :] * start_kv_stride[3]
+            state = tl.load(source, mask=of_state, other=0.0)
         if IN_PLACE:
             tl.debug_barrier()
-        if decay is not None:
-            state = tl.where(kept > 0, state, 0.0) * kept
-        state += k[:, None] * v.to(ACCURATE)[None, :]
-        tl.store(new_kv + d[:, None] * new_kv_stride[2] + c[None, :] * new_kv_stride[3], state, mask=of_state)
-        result = tl.where(live, tl.sum(q[:, None] * state, 0) * factor, 0.0)
-        tl.store(out + head * DV + c, result.to(out.dtype.element_ty), mask=c < DV)
+        # Whether a query sees anything: those before the first key hold what nobody may read.
+        seen = begin * 0 > 0 if start_kv is None else begin >= 0
+        for count in range(0, length):
+            t = tl.cast(begin + count, tl.int64)
+            has_key = t >= 0
+            if padding is not None:
+                has_key = tl.load(padding + b * padding_stride[0] + t * padding_stride[1]) != 0
+            seen = seen | has_key
+            q = _feature(_token(query, query_stride, b, h, t, d, seen, D).to(ACCURATE), MAP)
+            k = _feature(_token(key, key_stride, b, hk, t, d, has_key, D).to(ACCURATE), MAP)
+            v = _token(value, value_stride, b, hk, t, c, has_key, DV).to(ACCURATE)
+            q = tl.where(d < tl.where(seen, D, 0), q, 0.0)
+            k = tl.where(d < tl.where(has_key, D, 0), k, 0.0)
+            if decay is not None:
+                at = decay + b * decay_stride[0] + h * decay_stride[1] + t * decay_stride[2]
+                kept = tl.exp(tl.load(at, mask=has_key, other=0.0).to(ACCURATE))
+                z = tl.where(kept > 0, z, 0.0) * kept
+                state = tl.where(kept > 0, state, 0.0) * kept
+            z += k
+            state += k[:, None] * v[None, :]
+            weight = None
+            if NORMALIZE:
+                weight = tl.sum(q * z, 0)
+                if den is not None:
+                    tl.store(den + (b * H + h) * L + t, weight, mask=column == 0)
+            factor, live = _quotient(weight, seen, eps, scale)
+            result = tl.where(live, tl.sum(q[:, None] * state, 0) * factor, 0.0)
+            at = out + b * out_stride[0] + h * out_stride[1] + t * out_stride[2] + c * out_stride[3]
+            tl.store(at, result.to(out.dtype.element_ty), mask=c < DV)
+        if end_kv is not None:
+            at = end_kv + n * end_kv_stride[0] + h * end_kv_stride[1]
+            at = at + d[:, None] * end_kv_stride[2] + c[None, :] * end_kv_stride[3]
+            tl.store(at, state, mask=of_state)
+            at = end_z + n * end_z_stride[0] + h * end_z_stride[1] + d * end_z_stride[2]
+            tl.store(at, z, mask=d < tl.where(column == 0, D, 0))

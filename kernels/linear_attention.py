@@ -3,11 +3,14 @@
 Output and gradients are walks over chunks of tokens. The state lives in registers, a tile of its columns per
 program. Where sequences and heads are too few to occupy a GPU, or order does not matter, sequences are cut
 into segments: a walk without results finds what each adds to the state, these are added up, and the walks
-with results start from there. A token alone needs no product of matrices: a step reads the state once and
-writes it once. Every number has one writer and one order of summation: no atomics, repeatable bit by bit.
+with results start from there. A few tokens, or one alone, need no products of matrices: a recurrence reads
+the state once and writes it once. Every number has one writer and one order of summation: no atomics,
+repeatable bit by bit.
 
 Katharopoulos et al., arXiv:2006.16236.
 """
+
+import functools
 
 import torch
 import triton
@@ -21,7 +24,7 @@ from fastattn.kernels._common import (
     precision,
 )
 from fastattn.kernels._launch_tables import WALK, WALK_TF32, choose_config
-from fastattn.kernels._linear_attention_kernels import add_up, grad_den, step, walk
+from fastattn.kernels._linear_attention_kernels import add_up, grad_den, recurrence, walk
 from torch import Tensor
 
 from fastattn._choose import KERNEL_DTYPES, TRITON_HEAD_DIM
@@ -32,11 +35,14 @@ __all__ = [
 ]  # fmt: skip
 
 
+# Causal calls of at most so many tokens go token by token. That is a quarter of the chunks, whose products
+# take the same time however many tokens are there; no GPU has measured where the two meet.
+SHORT = 16
 # Sequences are cut into segments, of at least LEAST tokens and whole chunks, until there are this many
 # programs: enough for any GPU, and independent of it, so that the order of summation is too.
 PROGRAMS, LEAST = (8, 16) if INTERPRETED else (256, 256)
 BLOCK = 1024  # elements of a state that a program of the scan adds up
-STEP_ELEMENTS = 1024 if INTERPRETED else 4096  # and of one that a program of the step holds: 32 per thread
+STATE_ELEMENTS = 1024 if INTERPRETED else 4096  # and of one that a recurrence holds: 32 per thread
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -89,7 +95,7 @@ class _Call:
             decay = (decay if decay.dim() > 1 else decay.unsqueeze(1)).expand(B, H, L)
         if key_padding_mask is not None:
             check("key_padding_mask", key_padding_mask, (B, S), torch.bool)
-        self.N = B
+        self.key_padding_mask, self.N = key_padding_mask, B
         if cu_seqlens is not None:
             self.N = check("cu_seqlens", cu_seqlens, (None,), torch.int32, torch.int64)[0] - 1
             if B != 1 or self.N < min(L, 1) or key_padding_mask is not None:
@@ -104,7 +110,6 @@ class _Call:
             self.check_state("initial", initial_kv, initial_z)
         self.initial, self.causal, self.normalize = (initial_kv, initial_z), causal, normalize
         self.operand = _operand(query.dtype)
-        seen_from = None if initial_kv is not None else self.seen_from(key_padding_mask)
         table = WALK_TF32 if self.operand[2] == "tf32" else WALK
         self.tile = choose_config(table, self.device, query.dtype, block_of(max(D, self.DV)))
         self.segments = self.cut(self.L)
@@ -112,7 +117,7 @@ class _Call:
         self.arguments = {
             "padding": None if key_padding_mask is None else key_padding_mask.view(torch.uint8),
             "padding_stride": None if key_padding_mask is None else key_padding_mask.stride(),
-            "seen_from": seen_from, "cu_seqlens": cu_seqlens, "den": None, "delta": None, "B": B, "H": H,
+            "cu_seqlens": cu_seqlens, "den": None, "delta": None, "B": B, "H": H,
             "group": H // max(self.Hkv, 1), "L": L, "eps": float(eps), "scale": float(scale),
             "CAUSAL": causal, "MAP": feature_map, "D": D, "DV": self.DV, "LEAST": LEAST,
             "OPERAND": self.operand[0], "DROPPED": self.operand[1], "PRECISION": self.operand[2],
@@ -124,16 +129,19 @@ class _Call:
         if z is not None:
             check(f"{name}_z", z, (self.N, self.H, self.D), self.wide)
 
-    def seen_from(self, key_padding_mask: Tensor | None) -> Tensor | None:
+    @functools.cached_property
+    def seen_from(self) -> Tensor | None:
         """For each batch entry the first query that sees a key; those before hold what nobody may read."""
+        if self.initial[0] is not None:
+            return None
         if self.S == 0:
             return torch.full((self.B,), self.L, dtype=torch.int32, device=self.device)
-        if key_padding_mask is None:
+        if self.key_padding_mask is None:
             return None
-        first = key_padding_mask.to(torch.uint8).argmax(1)
+        first = self.key_padding_mask.to(torch.uint8).argmax(1)
         if not self.causal:
             first = first * 0
-        return torch.where(key_padding_mask.any(1), first, self.L).to(torch.int32)
+        return torch.where(self.key_padding_mask.any(1), first, self.L).to(torch.int32)
 
     def cut(self, length: int) -> int:
         """The number of segments of sequences of this length."""
@@ -165,8 +173,9 @@ class _Call:
         launch(
             walk, programs, self.tile, **self.arguments, **tensors,
             **{f"{n}_stride": None if t is None else t.stride() for n, t in tensors.items()},
-            end_decay=end_decay, states=states, grad_decay=grad_decay, T=tokens, segments=segments, ROLE=role,
-            CHUNK=self.tile.rows, COLUMNS=self.tile.columns, BLOCK_X=block_of(X),
+            seen_from=self.seen_from, end_decay=end_decay, states=states, grad_decay=grad_decay, T=tokens,
+            segments=segments, ROLE=role, CHUNK=self.tile.rows, COLUMNS=self.tile.columns,
+            BLOCK_X=block_of(X),
         )  # fmt: skip
 
     def starts(self, role: str, tokens: int, start, end) -> tuple[Tensor | None, Tensor | None]:
@@ -206,6 +215,12 @@ def linear_attention_forward(
     out = query.new_empty((call.B, call.L, call.H, call.DV)).transpose(1, 2)
     den = call.empty(*((call.B, call.H, call.L) if normalize else (0,)))
     final = call.final(return_state)
+    if causal and call.L <= SHORT:
+        _recur(
+            query, key, value, call.strided["decay"], key_padding_mask, call.arguments["cu_seqlens"],
+            call.initial, final, out, den if normalize else None, feature_map, normalize, eps, scale,
+        )  # fmt: skip
+        return out, den, *(final if return_state else (call.empty(0), call.empty(0)))
     start = call.starts("out", call.S, call.initial, final)
     if normalize:
         call.arguments["den"] = den
@@ -276,6 +291,32 @@ def linear_attention_backward(
     return grad_query, grad_key, grad_value, grad_decay, *(initial if state_grad else (call.empty(0),) * 2)
 
 
+def _recur(
+    query, key, value, decay, key_padding_mask, cu_seqlens, start, end, out, den, feature_map, normalize,
+    eps, scale, in_place=False,
+) -> None:  # fmt: skip
+    """``out``, ``den`` if it is wanted and ``end``, token by token from ``start``; checked by the callers."""
+    H, L, D, DV = *query.shape[1:], value.shape[3]
+    N = query.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    BLOCK_D = triton.next_power_of_2(max(D, 1))
+    COLUMNS = min(triton.next_power_of_2(max(DV, 1)), max(STATE_ELEMENTS // BLOCK_D, 1))
+    tiles = max(-(-DV // COLUMNS), 1)
+    # Every program of a head reads z: in place there must be one.
+    each = tiles if in_place else 1
+    padding = None if key_padding_mask is None else key_padding_mask.view(torch.uint8)
+    tensors = {
+        "query": query, "key": key, "value": value, "decay": decay, "padding": padding, "start_kv": start[0],
+        "start_z": start[1], "out": out, "end_kv": end[0], "end_z": end[1],
+    }  # fmt: skip
+    launch(
+        recurrence, N * H * (tiles // each), Config(1, COLUMNS, 4, 2), **tensors,
+        **{f"{n}_stride": None if t is None else t.stride() for n, t in tensors.items()},
+        cu_seqlens=cu_seqlens, den=den, H=H, group=H // max(key.shape[1], 1), L=L, eps=float(eps),
+        scale=float(scale), NORMALIZE=normalize, MAP=feature_map, D=D, DV=DV, BLOCK_D=BLOCK_D,
+        COLUMNS=COLUMNS, TILES=each, IN_PLACE=in_place,
+    )  # fmt: skip
+
+
 def _step_of(
     query, key, value, kv, z, decay, feature_map, normalize, eps, scale, new_kv, new_z, in_place
 ) -> Tensor:
@@ -289,21 +330,11 @@ def _step_of(
     if decay is not None:
         decay = decay.expand(B, H) if check("decay", decay, None, query.dtype, wide) == (H,) else decay
         check("decay", decay, (B, H))
+        decay = decay.unsqueeze(2)
     out = query.new_empty(B, H, DV)
-    BLOCK_D = triton.next_power_of_2(max(D, 1))
-    COLUMNS = min(triton.next_power_of_2(max(DV, 1)), max(STEP_ELEMENTS // BLOCK_D, 1))
-    tiles = max(-(-DV // COLUMNS), 1)
-    # Every program of a head reads z: in place there must be one.
-    each = tiles if in_place else 1
-    tensors = {
-        "query": query, "key": key, "value": value, "kv": kv, "z": z, "decay": decay, "new_kv": new_kv,
-        "new_z": new_z,
-    }  # fmt: skip
-    launch(
-        step, B * H * (tiles // each), Config(1, COLUMNS, 4, 2), **tensors,
-        **{f"{n}_stride": None if t is None else t.stride() for n, t in tensors.items()}, out=out, H=H,
-        group=H // max(Hkv, 1), eps=float(eps), scale=float(scale), NORMALIZE=normalize, MAP=feature_map, D=D,
-        DV=DV, BLOCK_D=BLOCK_D, COLUMNS=COLUMNS, TILES=each, IN_PLACE=in_place,
+    _recur(
+        *(t.unsqueeze(2) for t in (query, key, value)), decay, None, None, (kv, z), (new_kv, new_z),
+        out.unsqueeze(2), None, feature_map, normalize, eps, scale, in_place,
     )  # fmt: skip
     return out
 
