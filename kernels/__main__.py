@@ -19,6 +19,7 @@ import triton
 from fastattn.kernels import (
     _attention_kernels,
     _edges,
+    _graph_attention_kernels,
     aggregation,
     attention,
     graph_attention,
@@ -110,6 +111,7 @@ HALF = (torch.bfloat16, torch.float16)
 # What the tests compile.
 MAIN = [
     Case(torch.float16, 64, "plain"),
+    Case(torch.bfloat16, 128, "causal"),
     Case(torch.float16, 128, "pages", "attention over a cache"),
     Case(torch.float32, 128, "weighted, divided rows", "aggregation"),
     Case(torch.bfloat16, 64, "gatv2", "graph attention"),
@@ -286,7 +288,8 @@ def compile_graph_attention(case: Case) -> None:
 
 
 def compile_linear_attention(case: Case) -> None:
-    """Forward, backward and step of a call of linear attention, in one segment or in several."""
+    """Forward, backward and step of a call of linear attention, in one segment or in several, and the forward
+    of a few tokens."""
     wide = torch.float64 if case.dtype == torch.float64 else torch.float32
     empty = lambda *shape, dtype=case.dtype: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
     B, H, L, D = 64 if case.options == "causal" else 1, 8, 4096, case.D
@@ -301,6 +304,11 @@ def compile_linear_attention(case: Case) -> None:
     linear_attention.linear_attention_backward(
         out, kv, z, query, key, value, out, den, *tensors, *options, full, full
     )
+    if options[1]:
+        first = slice(linear_attention.SHORT)
+        few = [None if t is None else t[:, :, first] for t in (query, key, value, decay)]
+        state = empty(B, H, D, D, dtype=wide), empty(B, H, D, dtype=wide)
+        linear_attention.linear_attention_forward(*few, None, None, *state, *options, True)
     if full:
         one = (query[:, :, 0], key[:, :, 0], value[:, :, 0], kv, z, decay[:, :, 0], "elu", *options[2:])
         linear_attention.linear_attention_step(*one)
@@ -358,7 +366,9 @@ def _describe(name: str, case: Case, kernel: str, config, compiled) -> Row:
 
 def compile_case(name: str, case: Case) -> list[Row]:
     """All kernels of a call, compiled for a target."""
-    modules = (_edges, _attention_kernels, aggregation, graph_attention, kv_cache, linear_attention)
+    modules = (
+        _edges, _attention_kernels, _graph_attention_kernels, aggregation, kv_cache, linear_attention,
+    )  # fmt: skip
     for module in modules:
         for kernel in vars(module).values():
             if isinstance(kernel, triton.runtime.JITFunction):

@@ -19,8 +19,8 @@ from fastattn.kernels._common import architecture, check, device, launch
 from torch import Tensor
 
 __all__ = [
-    "Edges", "Tile", "as_rows", "edges_of", "feature_tile", "is_first_cut", "join_sums", "node_and_number",
-    "row_at", "tile_of", "wide_dtype",
+    "Edges", "Tile", "as_rows", "edges_and_heads", "edges_of", "feature_tile", "is_first_cut", "join_sums",
+    "next_edges", "node_and_number", "pairs_of", "parts_of", "row_at", "tile_of", "wide_dtype",
 ]  # fmt: skip
 
 
@@ -110,6 +110,13 @@ class Edges:
             programs = -(-self.cuts * H // tile.ROWS) * others
             self.launch(kernel, tile, programs, items=self.cuts, H=H, **parts, **arguments)
 
+    def launch_edges(self, kernel, H: int, **arguments) -> None:
+        """``kernel`` for every edge and head, its tiles of edges x heads."""
+        heads = min(triton.next_power_of_2(max(H, 1)), 32)
+        tile = Tile(1, 256 // heads, heads)
+        programs = -(-self.count // tile.EDGES) * -(-H // heads)
+        self.launch(kernel, tile, programs, H=H, **arguments)
+
     def empty_parts(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty((self.cuts, *shape), dtype=dtype, device=self.device)
 
@@ -163,6 +170,51 @@ def edges_of(rowptr, item, items, N, E, search, STEP: tl.constexpr, CUT: tl.cons
 
 
 @device
+def parts_of(rowptr, item, items, N, E, search, STEP: tl.constexpr):
+    """row, number of parts and whether it has any: of the items, each a cut, those that are a row's first.
+    The others of the row follow it, up to the last before the row's last edge."""
+    row, begin, _, wanted = edges_of(rowptr, item, items, N, E, search, STEP, True)
+    wanted = wanted & (begin < (item + 1) * STEP)
+    last = tl.load(rowptr + row + 1, mask=wanted, other=1)
+    return row, tl.where(wanted, (last - 1) // STEP - item, 0), wanted
+
+
+@device
+def pairs_of(items, H, ROWS: tl.constexpr):
+    """The items and heads of a program, and its number among those that share them: one for each tile of
+    channels, and each batch."""
+    blocks = tl.cdiv(tl.cast(items, tl.int64) * H, ROWS)
+    program = tl.program_id(0).to(tl.int64)
+    pair = program % blocks * ROWS + tl.arange(0, ROWS)
+    return pair // H, pair % H, program // blocks
+
+
+@device
+def edges_and_heads(rowptr, perm, N, E, search, H, EDGES: tl.constexpr, HEADS: tl.constexpr):
+    """A tile of edges and heads: the edges' rows and numbers, the heads, and which of them there are."""
+    blocks = tl.cdiv(tl.cast(E, tl.int64), EDGES)
+    program = tl.program_id(0).to(tl.int64)
+    position = program % blocks * EDGES + tl.arange(0, EDGES)
+    h = (program // blocks * HEADS + tl.arange(0, HEADS))[None, :]
+    there = position < E
+    row = row_at(rowptr, tl.where(there, position, 0), N, search)
+    number = position
+    if perm is not None:
+        number = tl.load(perm + position, mask=there, other=0).to(tl.int64)
+    return row[:, None], number[:, None], h, there[:, None] & (h < H)
+
+
+@device
+def next_edges(col, perm, begin, end, start, EDGES: tl.constexpr):
+    """EDGES edges of each row, the first ``start`` behind its beginning: positions, which of them there are,
+    the other ends, and the caller's numbers."""
+    at = begin[:, None] + start + tl.arange(0, EDGES)[None, :]
+    there = at < end[:, None]
+    node, number = node_and_number(col, perm, at, there)
+    return at, there, node, number
+
+
+@device
 def node_and_number(col, perm, at, there):
     """The other end of the edge at each position, and the caller's number of it."""
     node = tl.load(col + at, mask=there, other=0).to(tl.int64)
@@ -186,17 +238,9 @@ def _join_sums(
     STEP: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """out[b, row, h] = factor * row_scale[row] * the sum of the row's parts, (items, B, H, WIDTH)."""
-    blocks = tl.cdiv(tl.cast(items, tl.int64) * H, ROWS)
-    program = tl.program_id(0).to(tl.int64)
-    pair = program % blocks * ROWS + tl.arange(0, ROWS)
-    item, h = pair // H, pair % H
-    b = program // blocks % B
-    channel = program // blocks // B * CHANNELS + tl.arange(0, CHANNELS)
-    row, begin, end, wanted = edges_of(rowptr, item, items, N, E, search, STEP, True)
-    wanted = wanted & (begin < (item + 1) * STEP)
-    last = tl.load(rowptr + row + 1, mask=wanted, other=1)
-    # Cuts of the row: those before its last edge.
-    count = tl.where(wanted, (last - 1) // STEP - item, 0)
+    item, h, other = pairs_of(items, H, ROWS)
+    b, channel = other % B, other // B * CHANNELS + tl.arange(0, CHANNELS)
+    row, count, wanted = parts_of(rowptr, item, items, N, E, search, STEP)
     total = tl.zeros([ROWS, CHANNELS], parts.dtype.element_ty)
     for n in range(tl.max(count, 0)):
         at = ((item + n) * B + b) * H + h

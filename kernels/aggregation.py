@@ -18,7 +18,10 @@ from fastattn.kernels._edges import (
     edges_of,
     feature_tile,
     join_sums,
+    next_edges,
     node_and_number,
+    pairs_of,
+    parts_of,
     row_at,
     tile_of,
     wide_dtype,
@@ -62,38 +65,20 @@ def _sum(
     """out[b, n, h] = factor * row_scale[n] * the sum of the messages of row n, or those that arg names."""
     CUT: tl.constexpr = parts is not None
     WIDE: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
-    blocks = tl.cdiv(tl.cast(items, tl.int64) * H, ROWS)
-    program = tl.program_id(0).to(tl.int64)
-    pair = program % blocks * ROWS + tl.arange(0, ROWS)
-    item, h = pair // H, pair % H
-    b = program // blocks % B
+    item, h, other = pairs_of(items, H, ROWS)
     # Tiles of channels come one after the other, so that what is gathered at a time fits into caches.
-    channel = program // blocks // B * CHANNELS + tl.arange(0, CHANNELS)
+    b, channel = other % B, other // B * CHANNELS + tl.arange(0, CHANNELS)
     row, begin, end, wanted = edges_of(rowptr, item, items, N, E, search, STEP, CUT)
     if arg is not None and ARG_OF_ROWS:
         at = arg + (b * arg_stride[0] + row * arg_stride[1] + h * arg_stride[2])[:, None] + channel[None, :]
         named = tl.load(at, mask=wanted[:, None] & (channel < F)[None, :], other=-1)[:, None, :]
     total = tl.zeros([ROWS, EDGES, CHANNELS], WIDE)
     for start in range(0, tl.max(end - begin, 0), EDGES):
-        at = begin[:, None] + start + tl.arange(0, EDGES)[None, :]
-        there = at < end[:, None]
-        node, number = node_and_number(col, perm, at, there)
+        _, there, node, number = next_edges(col, perm, begin, end, start, EDGES)
         value = _message(
-            x,
-            x_stride,
-            b,
-            h,
-            channel,
-            node,
-            number,
-            there,
-            weight,
-            weight_stride,
-            col_scale,
-            F,
-            ZERO_HIDES,
+            x, x_stride, b, h, channel, node, number, there, weight, weight_stride, col_scale, F, ZERO_HIDES,
             WIDE,
-        )
+        )  # fmt: skip
         if arg is not None:
             if not ARG_OF_ROWS:
                 offset = b * arg_stride[0] + node * arg_stride[1] + h[:, None] * arg_stride[2]
@@ -145,19 +130,13 @@ def _max(
     WIDE: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
     PLACE: tl.constexpr = arg.dtype.element_ty
     NOWHERE: tl.constexpr = 2**31 - 1 if PLACE == tl.int32 else 2**63 - 1
-    blocks = tl.cdiv(tl.cast(items, tl.int64) * H, ROWS)
-    program = tl.program_id(0).to(tl.int64)
-    pair = program % blocks * ROWS + tl.arange(0, ROWS)
-    item, h = pair // H, pair % H
-    b = program // blocks % B
-    channel = program // blocks // B * CHANNELS + tl.arange(0, CHANNELS)
+    item, h, other = pairs_of(items, H, ROWS)
+    b, channel = other % B, other // B * CHANNELS + tl.arange(0, CHANNELS)
     row, begin, end, wanted = edges_of(rowptr, item, items, N, E, search, STEP, CUT)
     best = tl.zeros([ROWS, EDGES, CHANNELS], WIDE)
     place = tl.full([ROWS, EDGES, CHANNELS], -1, PLACE)
     for start in range(0, tl.max(end - begin, 0), EDGES):
-        at = begin[:, None] + start + tl.arange(0, EDGES)[None, :]
-        there = at < end[:, None]
-        node, number = node_and_number(col, perm, at, there)
+        at, there, node, number = next_edges(col, perm, begin, end, start, EDGES)
         value = _message(
             x, x_stride, b, h, channel, node, number, there, weight, weight_stride, None, F, False, WIDE
         )
@@ -193,16 +172,9 @@ def _join_max(
     part_values, part_places, rowptr, perm, out, arg, N, E, items, search, H, B, MINIMUM: tl.constexpr,
     STEP: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(tl.cast(items, tl.int64) * H, ROWS)
-    program = tl.program_id(0).to(tl.int64)
-    pair = program % blocks * ROWS + tl.arange(0, ROWS)
-    item, h = pair // H, pair % H
-    b = program // blocks % B
-    channel = program // blocks // B * CHANNELS + tl.arange(0, CHANNELS)
-    row, begin, end, wanted = edges_of(rowptr, item, items, N, E, search, STEP, True)
-    wanted = wanted & (begin < (item + 1) * STEP)
-    last = tl.load(rowptr + row + 1, mask=wanted, other=1)
-    count = tl.where(wanted, (last - 1) // STEP - item, 0)
+    item, h, other = pairs_of(items, H, ROWS)
+    b, channel = other % B, other // B * CHANNELS + tl.arange(0, CHANNELS)
+    row, count, wanted = parts_of(rowptr, item, items, N, E, search, STEP)
     best = tl.zeros([ROWS, CHANNELS], part_values.dtype.element_ty)
     place = tl.full([ROWS, CHANNELS], -1, part_places.dtype.element_ty)
     for n in range(tl.max(count, 0)):
