@@ -79,14 +79,14 @@ def forward_kernel(
     MASKED: tl.constexpr = mask is not None
     PADDED: tl.constexpr = padding is not None
     HIDING: tl.constexpr = MASKED or PADDED
-    b, h, row, first_q, first_k, first_row, L, S, offset, begin, inner, outer, end = query_tile(
+    n, b, h, row, first_q, first_k, first_row, L, S, offset, begin, inner, outer, end = query_tile(
         bounds_q, bounds_k, N, H, L, S, lower_right, left, right, BLOCK_Q
     )
     i = row + tl.arange(0, BLOCK_Q)
     in_tile = i < L
     r, c = offsets(BLOCK_Q, WIDE), offsets(BLOCK_K, WIDE)
     channels, value_channels = offsets(BLOCK_D, WIDE), offsets(BLOCK_DV, WIDE)
-    slope = slope_of(alibi, alibi_stride, b, h)
+    slope = slope_of(alibi, alibi_stride, n, h)
     if seed is not None:
         word1, word2 = dropout_words(seed_word(seed), first_row + i + 1)
 
@@ -169,14 +169,14 @@ def grad_query_kernel(
     MASKED: tl.constexpr = mask is not None
     PADDED: tl.constexpr = padding is not None
     HIDING: tl.constexpr = MASKED or PADDED
-    b, h, row, first_q, first_k, first_row, L, S, offset, begin, inner, outer, end = query_tile(
+    n, b, h, row, first_q, first_k, first_row, L, S, offset, begin, inner, outer, end = query_tile(
         bounds_q, bounds_k, N, H, L, S, lower_right, left, right, BLOCK_Q
     )
     i = row + tl.arange(0, BLOCK_Q)
     in_tile = i < L
     r, c = offsets(BLOCK_Q, WIDE), offsets(BLOCK_K, WIDE)
     channels, value_channels = offsets(BLOCK_D, WIDE), offsets(BLOCK_DV, WIDE)
-    slope = slope_of(alibi, alibi_stride, b, h)
+    slope = slope_of(alibi, alibi_stride, n, h)
     if seed is not None:
         word1, word2 = dropout_words(seed_word(seed), first_row + i + 1)
 
@@ -272,7 +272,7 @@ def grad_key_value_kernel(
     PADDED: tl.constexpr = padding is not None
     HIDING: tl.constexpr = mask is not None or padding is not None
     total_rows = L
-    b, shared, column, first_k, first_q, S, L = tile_of(
+    n, b, shared, column, first_k, first_q, S, L = tile_of(
         bounds_k, bounds_q, N, H // group, S, L, BLOCK_K, False
     )
     offset = lower_right * (S - L)
@@ -294,7 +294,7 @@ def grad_key_value_kernel(
     for g in range(0, group):
         h = shared * group + g
         first_row = number_rows(bounds_q, b, h, H, total_rows, first_q)
-        slope = slope_of(alibi, alibi_stride, b, h)
+        slope = slope_of(alibi, alibi_stride, n, h)
         for part in tl.static_range(1 if HIDING else 2):
             first, count, before, gap = blocks_of(part, begin, inner, outer, end, BLOCK_Q, HIDING)
             for block in range(0, count):

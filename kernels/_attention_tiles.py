@@ -71,25 +71,27 @@ def _packed_tile(place, bounds, other_bounds, N, total, other_total, BLOCK: tl.c
 def tile_of(
     bounds, other_bounds, N, heads, length, other_length, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr
 ):
-    """The tile of a program, one of a head's queries or keys: batch or sequence, head, first row in the tile,
-    where the sequence begins in the tensors of its own side and of the other, and its lengths there."""
+    """The tile of a program, one of a head's queries or keys: sequence, batch entry (0 where sequences are
+    packed), head, first row in the tile, where the sequence begins in the tensors of its own side and of the
+    other, and its lengths there."""
     program = tl.program_id(0)
     if bounds is None:
         tiles = (length + BLOCK - 1) // BLOCK
         tile = program % tiles
         head = (program // tiles).to(tl.int64)
-        b, h = head // heads, head % heads
-        begin, other = 0, 0
+        n, h = head // heads, head % heads
+        b, begin, other = n, 0, 0
     else:
         places = length // BLOCK + N
         n, tile, begin, other, length, other_length = _packed_tile(
             program % places, bounds, other_bounds, N, length, other_length, BLOCK
         )
-        b, h = n.to(tl.int64), (program // places).to(tl.int64)
+        n, h = n.to(tl.int64), (program // places).to(tl.int64)
+        b = n * 0
         tiles = (length + BLOCK - 1) // BLOCK
     if LAST_FIRST:
         tile = tl.maximum(tiles - 1 - tile, 0)
-    return b, h, tile * BLOCK, begin, other, length, other_length
+    return n, b, h, tile * BLOCK, begin, other, length, other_length
 
 
 @device
@@ -124,11 +126,11 @@ def query_tile(bounds_q, bounds_k, N, H, total_rows, S, lower_right, left, right
     """The tile of queries of a program: as ``tile_of``, with the number of its head's first row, the offset
     of the diagonal, and which keys its rows see. The last rows come first: under a causal mask they are the
     longest."""
-    b, h, row, first_q, first_k, L, S = tile_of(bounds_q, bounds_k, N, H, total_rows, S, BLOCK, True)
+    n, b, h, row, first_q, first_k, L, S = tile_of(bounds_q, bounds_k, N, H, total_rows, S, BLOCK, True)
     first_row = number_rows(bounds_q, b, h, H, total_rows, first_q)
     offset = lower_right * (S - L)
     begin, inner, outer, end = seen_keys(row, tl.minimum(row + BLOCK, L) - 1, S, offset, left, right)
-    return b, h, row, first_q, first_k, first_row, L, S, offset, begin, inner, outer, end
+    return n, b, h, row, first_q, first_k, first_row, L, S, offset, begin, inner, outer, end
 
 
 @device
@@ -138,11 +140,11 @@ def offsets(BLOCK: tl.constexpr, WIDE: tl.constexpr):
 
 
 @device
-def slope_of(alibi, alibi_stride, b, h):
+def slope_of(alibi, alibi_stride, n, h):
     if alibi is None:
         return None
     else:
-        return tl.load(alibi + b * alibi_stride[0] + h * alibi_stride[1])
+        return tl.load(alibi + n * alibi_stride[0] + h * alibi_stride[1])
 
 
 @device

@@ -15,10 +15,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = [
     "INTERPRETED", "LN2", "LOG2E", "Config", "architecture", "block_of", "check",
-    "compile_only", "device", "dropout_keep",
+    "compile_only", "describe", "device", "dropout_keep",
     "dropout_threshold", "dropout_words", "launch", "load_rows", "needs_wide_offsets", "operand", "precision",
     "product", "seed_word", "store_rows", "to_log2", "to_natural",
 ]  # fmt: skip
@@ -133,6 +134,26 @@ def needs_wide_offsets(*tensors: Tensor | None) -> bool:
     return any(s * 1024 >= 2**31 for t in tensors if t is not None for s in t.stride())
 
 
+# The largest element that is read through tensor descriptors. These take the addresses out of the registers:
+# the forward of attention with 128 channels needs 178 of them instead of 248 on sm_90. Larger elements have
+# not been tried.
+DESCRIPTORS = {"cuda:90": 2, "cuda:100": 2, "interpreter": 8}
+
+
+def describe(tensor: Tensor, rows: int, width: int) -> TensorDescriptor | None:
+    """A descriptor for ``load_rows``, where one should be used and can hold the tensor."""
+    size, stride = tensor.itemsize, tensor.stride()
+    if (
+        size > DESCRIPTORS.get(architecture(tensor.device), 0)
+        or stride[3] != 1
+        or any(s <= 0 or s * size % 16 != 0 for s in stride[:3])
+        or tensor.numel() == 0
+        or tensor.data_ptr() % 16 != 0
+    ):
+        return None
+    return TensorDescriptor(tensor, list(tensor.shape), list(stride), [1, 1, rows, width])
+
+
 def dropout_threshold(dropout_p: float) -> int:
     """Words below it drop a weight; shifted by 2^31, so that it is a signed number of 32 bits."""
     return min(2**32 - 1, round(dropout_p * 2**32)) - 2**31
@@ -175,7 +196,8 @@ def load_rows(
     row is not ``shown``. b and h have 64 bits. Without ``stride`` base is a tensor descriptor, and the memory
     unit finds the addresses and reads zeros behind the ends."""
     if stride is None:
-        tile = base.load([b.to(tl.int32), h.to(tl.int32), first, 0]).reshape(rows.shape[0], BLOCK)
+        at = [b.to(tl.int32), h.to(tl.int32), tl.cast(first, tl.int32), 0]
+        tile = base.load(at).reshape(rows.shape[0], BLOCK)
         if CHECK:
             tile = tl.where(shown[:, None], tile, 0.0)
     else:

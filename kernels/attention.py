@@ -7,9 +7,9 @@ from fastattn.kernels import _attention_kernels as kernels
 from fastattn.kernels._common import (
     INTERPRETED,
     Config,
-    architecture,
     block_of,
     check,
+    describe,
     dropout_threshold,
     launch,
     needs_wide_offsets,
@@ -17,18 +17,14 @@ from fastattn.kernels._common import (
 )
 from fastattn.kernels._launch_tables import FORWARD, GRAD_KEY_VALUE, GRAD_QUERY, Table, choose_config
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastattn._choose import TRITON_HEAD_DIM
 
 __all__ = ["attention_backward", "attention_forward", "attention_weights"]
 
-# What inner loops read, the rows of a block and its channels; and the architectures where they read it
-# through tensor descriptors, with the largest element. These take the addresses out of the registers: the
-# forward with 128 channels needs 178 of them instead of 248 on sm_90. Larger elements have not been tried.
+# What inner loops read, the rows of a block and its channels.
 KEYS = (("key", "BLOCK_K", "BLOCK_D"), ("value", "BLOCK_K", "BLOCK_DV"))
 QUERIES = (("query", "BLOCK_Q", "BLOCK_D"), ("grad_out", "BLOCK_Q", "BLOCK_DV"))
-DESCRIPTORS = {"cuda:90": 2, "cuda:100": 2, "interpreter": 8}
 
 # Masks' gradients are added in this many chunks where the mask has few tiles of its own: enough for any GPU,
 # and independent of it, so that the order of summation is too.
@@ -112,10 +108,8 @@ class _Call:
     def add(self, name: str, tensor: Tensor | None) -> None:
         if tensor is not None and tensor.dtype == torch.bool:
             tensor = tensor.view(torch.uint8)
-        stride = None if tensor is None else tensor.stride()
-        if stride is not None and self.bounds is not None and name not in ("alibi", "sinks"):
-            stride = (0, *stride[1:])  # all sequences are in the one batch
-        self.arguments[name], self.arguments[f"{name}_stride"] = tensor, stride
+        self.arguments[name] = tensor
+        self.arguments[f"{name}_stride"] = None if tensor is None else tensor.stride()
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.wide, device=self.device)
@@ -128,24 +122,10 @@ class _Call:
         config = choose_config(table, self.device, self.dtype, self.width)
         given = {**self.arguments, "BLOCK_Q": config.rows, "BLOCK_K": config.columns, **more}
         for name, rows, width in streamed:
-            if self.describes(given[name]):
-                tensor, block = given[name], [1, 1, given[rows], given[width]]
-                given[name] = TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
-                given[f"{name}_stride"] = None
+            descriptor = describe(given[name], given[rows], given[width])
+            if descriptor is not None:
+                given[name], given[f"{name}_stride"] = descriptor, None
         launch(kernel, programs(config), config, **{n: given[n] for n in kernel.arg_names})
-
-    def describes(self, tensor: Tensor | None) -> bool:
-        """Whether a tensor descriptor can hold it, and should."""
-        if tensor is None or self.bounds is not None:
-            return False
-        size = tensor.itemsize
-        return (
-            size <= DESCRIPTORS.get(architecture(self.device), 0)
-            and tensor.stride(3) == 1
-            and all(s > 0 and s * size % 16 == 0 for s in tensor.stride()[:3])
-            and tensor.numel() > 0
-            and tensor.data_ptr() % 16 == 0
-        )
 
     def tiles(self, config: Config) -> tuple[int, int]:
         return -(-self.L // config.rows), -(-self.S // config.columns)

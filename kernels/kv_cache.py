@@ -27,6 +27,7 @@ from fastattn.kernels._common import (
     Config,
     block_of,
     check,
+    describe,
     device,
     launch,
     load_rows,
@@ -312,13 +313,20 @@ def attention_with_kv_cache(
         "BLOCKS_IN_PAGES": block_table is not None and page_size % config.columns == 0,
     }  # fmt: skip
 
-    def run(kernel, programs: int, config: Config) -> None:
-        arguments = given | {"BLOCK_Q": config.rows}
+    def run(kernel, programs: int, config: Config, **more) -> None:
+        arguments = given | {"BLOCK_Q": config.rows} | more
         launch(kernel, programs, config, **{n: arguments[n] for n in kernel.arg_names})
 
     if T > 0:
         run(append_kernel, B * Hkv * -(-T // APPENDED.rows), APPENDED)
-    run(attend_kernel, tiles * splits, config)
+    # A descriptor reads rows that lie side by side.
+    streamed = {}
+    if block_table is None or given["BLOCKS_IN_PAGES"]:
+        for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+            descriptor = describe(cache, config.columns, block_of(cache.shape[3]))
+            if descriptor is not None:
+                streamed |= {name: descriptor, f"{name}_stride": None}
+    run(attend_kernel, tiles * splits, config, **streamed)
     if splits > 1:
         run(join_kernel, B * Hkv * -(-L * group // JOINED.rows), JOINED)
     return out, lse

@@ -3,23 +3,28 @@
 import importlib
 import sys
 
+import kv_cache_cases
 import pytest
 import torch
 from attention_cases import call, make_case
 from operator_checks import assert_same, running
 
-from fastattn import _triton
+from fastattn import _triton, varlen_attention
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" and _triton._missing is not None, reason=str(_triton._missing)
 )  # on Linux it comes with what the tests require
 
 
+def read_table(lines) -> list[dict[str, str]]:
+    header, _, *rows = [line.strip("| ").split(" | ") for line in lines]
+    return [dict(zip(header, row, strict=True)) for row in rows]
+
+
 def compiled(run_python, target, *families) -> list[dict[str, str]]:
     chosen = [word for family in families for word in ("--family", family)]
     done = run_python("-m", "fastattn.kernels", "--main", "--target", target, *chosen, TRITON_INTERPRET="0")
-    header, _, *lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()]
-    return [dict(zip(header, line, strict=True)) for line in lines]
+    return read_table(done.stdout.splitlines())
 
 
 # The matrix instruction, and the shared memory of a program in KB.
@@ -31,9 +36,10 @@ LIMITS = {
 
 @pytest.mark.parametrize("target", LIMITS)
 def test_softmax_attention_compiles(run_python, target):
-    """Within shared memory, on its matrix instruction, without spills and with loads of 128 bits."""
+    """Two of the main cases: within shared memory, on its matrix instruction, no spills, 128-bit loads."""
     rows = compiled(run_python, target, "attention")
-    assert [row["kernel"] for row in rows] == ["forward", "grad_query", "grad_key_value"]
+    kernels = ["forward", "grad_query", "grad_key_value"]
+    assert [row["kernel"] for row in rows] == [*kernels, *kernels, "weights"]
     matrix, shared = LIMITS[target]
     for row in rows:
         assert int(row["shared bytes"]) <= shared << 10 and int(row["spilled bytes"]) == 0, row
@@ -71,7 +77,7 @@ def test_linear_attention_compiles(run_python, target):
     one of products."""
     rows = compiled(run_python, target, "linear attention")
     walks = {f"walk {role}" for role in ("out", "grad_query", "grad_value", "grad_key")}
-    assert {row["kernel"] for row in rows} == walks | {"grad_den"}
+    assert {row["kernel"] for row in rows} == walks | {"grad_den", "recurrence"}
     for row in rows:
         assert row["128-bit loads"] == "yes", row
         if row["kernel"] in walks:
@@ -85,14 +91,41 @@ def test_nothing_is_compiled_in_the_interpreter(run_python):
     assert done.returncode == 1 and "TRITON_INTERPRET" in done.stderr
 
 
-def test_tensor_descriptors_change_no_bit(monkeypatch):
+def packed_call() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(40, H, 12, generator=generator).requires_grad_() for H in (2, 1, 1))
+    bounds = torch.tensor([0, 35, 35, 40], dtype=torch.int32)
+    out = varlen_attention(query, key, value, bounds, bounds, is_causal=True, impl="triton")
+    grads = torch.autograd.grad(out.square().sum(), (query, key, value))
+    return dict(zip(("out", "grad_query", "grad_key", "grad_value"), (out.detach(), *grads), strict=True))
+
+
+def cached_call(lengths=(5, 40), **options) -> dict[str, torch.Tensor]:
+    results = kv_cache_cases.call(kv_cache_cases.make_case(lengths, **options), "triton")
+    return {name: results[name] for name in ("out", "lse")}
+
+
+DESCRIBED = {
+    # Keys and values forward and for queries' gradient, and queries for theirs.
+    "dense": (6, lambda: call(
+        make_case(1, 4, 2, 40, 70, 12, 20, torch.float32, window_size=(20, 3), padding=True), "triton"
+    )),
+    "packed": (6, packed_call),
+    "cache": (2, cached_call),
+    "pages": (2, lambda: cached_call(page_size=32)),
+    "small pages": (0, lambda: cached_call((5, 9), page_size=8)),  # blocks lie in several of them
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", DESCRIBED)
+def test_tensor_descriptors_change_no_bit(monkeypatch, form):
+    count, run = DESCRIBED[form]
     with running("triton"):
-        kernels = importlib.import_module("fastattn.kernels.attention")
+        kernels = importlib.import_module("fastattn.kernels._common")
         used, describe = [], kernels.TensorDescriptor
         monkeypatch.setattr(kernels, "TensorDescriptor", lambda *args: used.append(args) or describe(*args))
-        case = make_case(1, 4, 2, 40, 70, 12, 20, torch.float32, window_size=(20, 3), padding=True)
-        described = call(case, "triton")
-        assert len(used) == 6  # keys and values forward, for queries' gradient, and queries for theirs
+        described = run()
+        assert len(used) == count
         monkeypatch.setattr(kernels, "DESCRIPTORS", {})
-        assert_same(call(case, "triton"), described)
-        assert len(used) == 6
+        assert_same(run(), described)
+        assert len(used) == count
