@@ -495,8 +495,7 @@ def recurrence(
             q = _feature(_token(query, query_stride, b, h, t, d, seen, D).to(ACCURATE), MAP)
             k = _feature(_token(key, key_stride, b, hk, t, d, has_key, D).to(ACCURATE), MAP)
             v = _token(value, value_stride, b, hk, t, c, has_key, DV).to(ACCURATE)
-            q = tl.where(d < tl.where(seen, D, 0), q, 0.0)
-            k = tl.where(d < tl.where(has_key, D, 0), k, 0.0)
+            k = tl.where(d < tl.where(has_key, D, 0), k, 0.0)  # whatever phi(0) is
             if decay is not None:
                 at = decay + b * decay_stride[0] + h * decay_stride[1] + t * decay_stride[2]
                 kept = tl.exp(tl.load(at, mask=has_key, other=0.0).to(ACCURATE))
@@ -504,6 +503,8 @@ def recurrence(
                 state = tl.where(kept > 0, state, 0.0) * kept
             z += k
             state += k[:, None] * v[None, :]
+            if BLOCK_D > D:
+                state = tl.where(inside[:, None], state, 0.0)  # not zero times infinity
             weight = None
             if NORMALIZE:
                 weight = tl.sum(q * z, 0)

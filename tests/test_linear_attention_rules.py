@@ -75,6 +75,34 @@ def test_isolation_of_rows_that_see_nothing(impl, normalize, dtype):
         assert_same(call(case, impl), expected)
 
 
+def test_isolation_among_few_tokens(impl):
+    """Padded tokens, a query before the first key, and a state before a reset, where Triton goes token by
+    token."""
+    for options in ({}, {"decay": "token"}, {"decay": "token", "initial": True}):
+        case = make_case(2, 2, L=9, dtype=torch.float32, feature_map="exp", **options, **CAUSAL)
+        case.key_padding_mask = torch.ones(2, 9, dtype=torch.bool)
+        case.key_padding_mask[:, [0, 1, 5]] = False
+        case.key_padding_mask[1, 6:] = False
+        if "initial" in options:
+            case.decay[:, :, 2] = -math.inf
+        expected = call(case, impl, only=())
+        check(expected, case)
+        hidden = ~case.key_padding_mask[:, None].expand(2, 2, 9)
+        case.key[hidden] = case.value[hidden] = math.nan
+        if "decay" in options:
+            case.decay[hidden] = math.nan
+        if "initial" in options:
+            case.initial_kv.fill_(math.nan)
+            case.initial_z.fill_(math.inf)
+        else:
+            case.query[:, :, :2] = math.nan
+        changed = call(case, impl, only=())
+        if "initial" in options:
+            assert changed["out"][:, :, :2].isnan().all(), "a visible NaN is not hidden"
+            changed["out"][:, :, :2] = expected["out"][:, :, :2]
+        assert_same(changed, expected)
+
+
 def test_rows_without_keys_see_the_initial_state(impl):
     case = make_case(L=5, S=20, initial=True)
     case.key_padding_mask = torch.zeros(2, 20, dtype=torch.bool)
@@ -127,8 +155,9 @@ def test_infinite_values_stay_infinite(impl):
             ({"D": 5, "Dv": 3, **CAUSAL}, slice(5, 200)),  # padded to whole vectors inside
             ({"D": 5}, slice(0, 200)),
             ({"decay": "token", **CAUSAL}, slice(5, 9)),
+            ({"L": 9, "D": 5, "Dv": 3, **CAUSAL}, slice(5, 9)),
         ):
-            case = make_case(1, 2, L=200, dtype=dtype, **options)
+            case = make_case(**{"B": 1, "H": 2, "L": 200, "dtype": dtype} | options)
             expected = call(case, impl, only=())
             for value in (math.inf, -math.inf):
                 case.value[0, 1, 5, 2] = value
@@ -140,6 +169,10 @@ def test_infinite_values_stay_infinite(impl):
                 assert torch.equal(changed["out"], expected["out"])
                 if "decay" not in options:
                     assert (changed["kv"][0, 1, :, 2] == value).all()
+                token = (getattr(case, name)[:, :, 5] for name in ("query", "key", "value"))
+                start = LinearAttentionState.zeros(1, 2, *expected["kv"].shape[2:], dtype=dtype)
+                out, _ = step(*token, start, impl=impl)
+                assert (out[0, 1, 2] == value).all() and not out.isnan().any()
 
 
 def test_infinite_gradients_stay_infinite(impl):
