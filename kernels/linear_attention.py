@@ -111,7 +111,10 @@ class _Call:
         self.initial, self.causal, self.normalize = (initial_kv, initial_z), causal, normalize
         self.operand = _operand(query.dtype)
         table = WALK_TF32 if self.operand[2] == "tf32" else WALK
-        self.tile = choose_config(table, self.device, query.dtype, block_of(max(D, self.DV)))
+        width = block_of(max(D, self.DV))
+        if decay is not None:  # whose sums and factors of every token take the registers of as many channels
+            width = min(2 * width, TRITON_HEAD_DIM)
+        self.tile = choose_config(table, self.device, query.dtype, width)
         self.segments = self.cut(self.L)
         self.strided = {"query": query, "key": key, "value": value, "decay": decay}
         self.arguments = {
