@@ -18,8 +18,8 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 # What depends on torch's Python side, which changes from release to release: compile, export, autograd, torch.func,
 # overrides, nested tensors, modules, and the library that loads. Arithmetic is the kernels' own.
-NEWEST_TESTS := $(patsubst %,tests/test_%.py,attention_torch linear_attention_torch aggregation_torch accelerate \
-  replace_attention multihead_attention_torch nested_tensors kv_cache_object graph_conv) \
+NEWEST_TESTS := $(patsubst %,tests/test_%.py,attention_torch varlen_attention_torch linear_attention_torch \
+  aggregation_torch accelerate replace_attention multihead_attention_torch nested_tensors kv_cache_object graph_conv) \
   $(addprefix tests/test_package.py::test_,one_binary_for_every_torch environment_caps_the_instruction_set \
   works_without_the_native_library_and_says_why_in_one_line calls_from_several_threads_at_once \
   registered_ops_refuse_what_does_not_fit layouts_of_outputs)
