@@ -7,7 +7,12 @@ from types import FunctionType
 import torch
 import torch.nn.functional as F
 from torch import Tensor, autograd
-from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_tracing_state,
+    _is_any_autocast_enabled,
+    _len_torch_dispatch_stack,
+)
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -175,12 +180,21 @@ def _is_ours(
 
 
 def _is_small(query, key, value, attn_mask, dropout_p, is_causal) -> bool:
-    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    if not _PLAIN.issuperset(map(type, tensors)) or query.is_nested or key.is_nested or key.dim() != 4:
-        return False
+    masked = attn_mask is not None
+    if (
+        query.__class__ not in _PLAIN
+        or key.__class__ not in _PLAIN
+        or value.__class__ not in _PLAIN
+        or (masked and attn_mask.__class__ not in _PLAIN)
+        or query.is_nested
+        or key.is_nested
+        or key.dim() != 4
+    ):
+        return False  # which is not for the size to decide
+    dtype = query.dtype if not _is_any_autocast_enabled() else autocast_dtype(query) or query.dtype
     return not is_worthwhile(
-        query.numel() * key.shape[2], autocast_dtype(query) or query.dtype, attn_mask is not None,
-        bool(is_causal), dropout_p != 0, wants_gradient(query, key, value, attn_mask),
+        query.numel() * key.shape[2], dtype, masked, bool(is_causal), dropout_p != 0,
+        wants_gradient(query, key, value, attn_mask),
     )  # fmt: skip
 
 
