@@ -50,7 +50,9 @@ STAGES = {
     "attention": tests(
         "tests/test_attention.py", "tests/test_attention_rules.py", "-k", "triton and not test_options"
     ),
-    "varlen attention": tests("tests/test_varlen_attention.py", "-k", "triton"),
+    "varlen attention": tests(
+        "tests/test_varlen_attention.py", "tests/test_varlen_attention_torch.py", "-k", "triton"
+    ),
     "KV cache": tests("tests/test_kv_cache.py", "-k", "triton"),
     "linear attention": tests("tests/test_linear_attention.py", "-k", "triton"),
     "linear attention, rules": tests(
