@@ -177,6 +177,10 @@ class KVCache:
             RuntimeError: a sequence would have more than ``max_length`` tokens; nothing is appended then.
         """
         self._check_layer(layer)
+        if isinstance(query, Tensor) and query.dim() == 4 and query.shape[0] != self.batch_size:
+            raise RuntimeError(
+                f"the cache holds {self.batch_size} sequences, query {tuple(query.shape)} {query.shape[0]}"
+            )
         new = 0
         if key is not None:
             if not isinstance(key, Tensor) or key.dim() != 4:

@@ -214,6 +214,12 @@ def test_a_prompt_in_chunks_is_the_whole_prompt(impl):
     torch.testing.assert_close(out, expected)
 
 
+@pytest.mark.parametrize("page_size", (None, 4))
+def test_one_number_is_the_length_of_every_sequence(impl, page_size):
+    case = make_case((9, 9, 9), L=2, page_size=page_size)
+    check(call(case, impl, cache_seqlens=9), case)
+
+
 def test_sequences_share_pages_that_are_only_read(impl):
     """A common prefix of two full pages, then a page of each sequence."""
     case = make_case((8, 8), page_size=4, L=2)

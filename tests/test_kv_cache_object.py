@@ -308,6 +308,7 @@ def test_a_refused_call_changes_nothing(page_size):
     cache.attend(*new)
     for error, message, call in (
         (RuntimeError, "sequence 0 has 6 tokens, 6 more are more than", lambda: cache.attend(*new)),
+        (RuntimeError, r"holds 2 sequences, query \(1, 1, 6, 4\) 1", lambda: cache.attend(new[0][:1])),
         (RuntimeError, "key must be a tensor of 4 dimensions, got int", lambda: cache.attend(new[0], 3, 4)),
         (RuntimeError, r"key must be \(2, 1, 1, 4\)", lambda: cache.attend(new[0], *small)),
         (RuntimeError, "key and value must be given together", lambda: cache.attend(new[0], small[0])),

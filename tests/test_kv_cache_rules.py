@@ -63,7 +63,10 @@ def test_tensors_that_do_not_fit_are_refused_by_name(impl, changed, message):
 
 @pytest.mark.parametrize("changed, error, message", [
     ({"cache_seqlens": None}, TypeError, "cache_seqlens must be a Tensor"),
-    ({"cache_seqlens": 3}, TypeError, "cache_seqlens must be a Tensor, got int"),
+    ({"cache_seqlens": [3]}, TypeError, "cache_seqlens must be a Tensor, got list"),
+    ({"cache_seqlens": True}, TypeError, "cache_seqlens must be an integer, got True"),
+    ({"cache_seqlens": -1}, ValueError, "cache_seqlens must be an integer of at least 0, got -1"),
+    ({"cache_seqlens": 13}, RuntimeError, "cache_seqlens must be from 0 to 12"),
     ({"query": None}, TypeError, "query must be a Tensor"),
     ({"key_cache": [1]}, TypeError, "key_cache must be a Tensor, got list"),
     ({"scale": "a"}, TypeError, "scale must be a number"),
@@ -272,6 +275,16 @@ def test_compile(impl, page_size):
             caches = case.key_cache.clone(), case.value_cache.clone()
             compiled(case.query, *caches, case.key, case.value, case.cache_seqlens + 100, case.block_table)
     assert counter.frame_count <= 3
+
+
+def test_compile_with_one_number_as_the_length():
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(fastattn.attention_with_kv_cache, fullgraph=True, backend=counter)
+    query, cache = torch.randn(2, 2, 1, 4), torch.randn(2, 2, 9, 4)
+    for length in (3, 4, 9):
+        expected = fastattn.attention_with_kv_cache(query, cache, cache, cache_seqlens=length)
+        torch.testing.assert_close(compiled(query, cache, cache, cache_seqlens=length), expected)
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.parametrize("page_size", (None, 4))

@@ -104,6 +104,11 @@ def prepare(
         tensors = _cast(tensors)
     if cache_seqlens is None:
         raise TypeError("cache_seqlens must be a Tensor: the number of tokens in the cache of each sequence")
+    if isinstance(cache_seqlens, (int, torch.SymInt)) and isinstance(query, Tensor) and query.dim() == 4:
+        lengths = query.new_full(
+            (query.shape[0],), integer("cache_seqlens", cache_seqlens), dtype=torch.int64
+        )
+        tensors = (*tensors[:5], lengths, *tensors[6:])
     check_dense(_NAMES, tensors)
     _check_dtypes(tensors)
     _check_shapes(tensors)

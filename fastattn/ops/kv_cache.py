@@ -98,7 +98,7 @@ def attention_with_kv_cache(
     key: Tensor | None = None,
     value: Tensor | None = None,
     *,
-    cache_seqlens: Tensor,
+    cache_seqlens: Tensor | int,
     block_table: Tensor | None = None,
     is_causal: bool = True,
     scale: float | None = None,
@@ -129,8 +129,8 @@ def attention_with_kv_cache(
             ``h // (H // Hkv)``.
         value_cache: the same with head dim Dv.
         key: (B, Hkv, T, D) and value: (B, Hkv, T, Dv), new tokens of every sequence; or neither.
-        cache_seqlens: (B,) int32 or int64, the tokens in the cache of each sequence before this call. It is
-            left as it is.
+        cache_seqlens: (B,) int32 or int64, the tokens in the cache of each sequence before this call, or one
+            number for all of them. A tensor is left as it is.
         block_table: (B, pages of a sequence) int32 or int64. Token t of sequence b is row ``t % page_size``
             of page ``block_table[b, t // page_size]``. Sequences may share pages, except those written to.
             Entries behind the last token are never looked at.
