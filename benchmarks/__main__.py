@@ -41,6 +41,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, metavar="N", default=torch.get_num_threads())
     parser.add_argument("--graphs", type=Path, metavar="FOLDER", help="real graphs as NAME.npz (graphs.py)")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--update", action="store_true", help="keep what --json FILE has of the cases that do not run now"
+    )
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     parser.add_argument(
         "--save", action="store_true", help="JSON and Markdown in results/, by the GPU's name"
@@ -51,6 +54,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         options.pairs = QUICK_PAIRS if options.quick else PAIRS
     if options.pairs < 1 or options.threads < 1:
         parser.error("--pairs and --threads must be at least 1")
+    if options.update and not options.json:
+        parser.error("--update is for the file that --json names")
     if options.device == "cpu":
         if options.save:
             parser.error("--save is for a GPU: name the files of the CPU by --json and --markdown")
@@ -78,6 +83,19 @@ def select(options: argparse.Namespace) -> list[TimedCase | ApartCase]:
         for case in table_of(options).CASES
         if pattern.search(case.name) and (case.quick or not options.quick or options.filter)
     ]
+
+
+# Of a run these have to be the same where another one's results are kept beside it.
+SAME = ("operator", "threads", "pairs", "hardware", "versions", "environment", "fastattn_isa", "peers")
+
+
+def earlier(path: Path, header: dict) -> tuple[dict, dict[str, CaseResult]]:
+    """The document of an earlier run under the same conditions, and its results by case."""
+    content, results = report.read_json(path)
+    for name in SAME:
+        if content[name] != header[name]:
+            raise ValueError(f"{path} has other {name}: {content[name]}, not {header[name]}")
+    return content, {result.name: result for result in results}
 
 
 def measure_memory(case: ApartCase, threads: int) -> CaseResult:
@@ -146,6 +164,10 @@ def main(arguments: Sequence[str]) -> int:
         "build": _native.build_info(),
         "peers": machine.peers(table.PEERS),
     }
+    kept: dict[str, CaseResult] = {}
+    if options.update and options.json.exists():
+        before, kept = earlier(options.json, header)
+        header["command"] = before["command"] + " && " + header["command"]
     hardware = header["hardware"]
     print(
         f"{hardware['cpu']}, {hardware['cores']} cores, {options.threads} threads, torch {torch.__version__}"
@@ -182,6 +204,9 @@ def main(arguments: Sequence[str]) -> int:
             result = measure_time(case, options.pairs, available, absent, timer)
         results.append(result)
         print(report.line(result), flush=True)
+    failed = [set(r.failures) - set(case.may_fail) for case, r in zip(cases, results, strict=True)]
+    kept |= {result.name: result for result in results}
+    results = [kept[case.name] for case in table.CASES if case.name in kept]
 
     bars = [report.judge(bar, results) for bar in table.BARS]
     print()
@@ -200,7 +225,6 @@ def main(arguments: Sequence[str]) -> int:
         options.markdown.write_text(report.markdown(content, results, bars))
     if options.plot:
         report.plot(options.plot, results)
-    failed = [set(r.failures) - set(case.may_fail) for case, r in zip(cases, results, strict=True)]
     return 1 if any(failed) else 0
 
 

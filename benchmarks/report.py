@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from .cases import Bar
-from .figures import geometric_mean
+from .figures import Spread, geometric_mean
 from .runner import CaseResult
 
 SCHEMA = 2
@@ -121,10 +121,30 @@ def document(
 
 
 def _case(result: CaseResult) -> dict:
-    fields = asdict(result)
-    fields["giga_per_second"] = {name: result.rate(name) for name in result.seconds}
-    fields["roof_unit"] = None if result.roof is None else "GB/s" if result.roof == "copy" else "GFLOP/s"
-    return fields
+    case = asdict(result)
+    case["giga_per_second"] = {name: result.rate(name) for name in result.seconds}
+    case["roof_unit"] = None if result.roof is None else "GB/s" if result.roof == "copy" else "GFLOP/s"
+    return case
+
+
+def read_json(path: Path) -> tuple[dict, list[CaseResult]]:
+    """An earlier document, and the results in it."""
+    content = json.loads(path.read_text())
+    if content["schema"] != SCHEMA:
+        raise ValueError(f"{path} has schema {content['schema']}, not {SCHEMA}")
+    return content, [_result(case) for case in content["cases"]]
+
+
+def _result(case: dict) -> CaseResult:
+    def spreads(of: dict[str, dict]) -> dict[str, Spread]:
+        return {name: Spread(**figures) for name, figures in of.items()}
+
+    given = {field.name: case[field.name] for field in fields(CaseResult)}
+    given["tags"] = tuple(case["tags"])
+    given["seconds"] = spreads(case["seconds"])
+    for name in ("ratio", "roof_fraction"):
+        given[name] = {key: spreads(of) for key, of in case[name].items()}
+    return CaseResult(**given)
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -467,6 +467,32 @@ def test_run_prints_and_writes_everything(tmp_path, capsys):
     assert paths["run.png"].read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_may_keep_the_other_cases_of_its_file(tmp_path, capsys):
+    """Where it was made under the same conditions; bars are then judged over both."""
+    path, threads = tmp_path / "run.json", torch.get_num_threads()
+    run = ["attention", "--filter", "^small", "--pairs", "1", "--threads", "1", "--json", str(path)]
+    try:
+        assert main(run) == 0
+        content = json.loads(path.read_text())
+        other = next(case for case in attention.CASES if "decode" in case.tags)
+        content["cases"].append(content["cases"][0] | {"name": other.name, "tags": other.tags})
+        path.write_text(json.dumps(content))
+        assert main([*run, "--update"]) == 0
+        updated = json.loads(path.read_text())
+        found = {case["name"]: case for case in updated["cases"]}
+        assert set(found) == {SMALL, other.name}
+        assert found[other.name] == content["cases"][1] | {"tags": list(other.tags)}
+        assert found[SMALL]["samples"] != content["cases"][0]["samples"]
+        judged = {bar["bar"]["tag"]: bar["cases"] for bar in updated["bars"]}
+        assert judged["small"] == judged["decode"] == 1
+        assert updated["command"].count("--json") == 2
+        with pytest.raises(ValueError, match="run.json has other pairs: 1, not 2"):
+            main([*run, "--update", "--pairs", "2"])
+    finally:
+        torch.set_num_threads(threads)
+    capsys.readouterr()
+
+
 def test_run_refuses_an_empty_selection(capsys):
     assert main(["attention", "--filter", "no such case"]) == 2
     assert "no case matches" in capsys.readouterr().err
