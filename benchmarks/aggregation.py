@@ -1,13 +1,14 @@
 """Neighbour aggregation: the cases, the bars they are held to, and the contestants of each.
 
 Contestants are `mm` (`torch.sparse.mm`), `mm_reduce` (its forms with a reduction), `index_add` (gather, then
-that; for weights with gradients), `torch_sparse` (`matmul`), `torch_scatter` (gather, then `segment_csr`) and
-`pyg_scatter`, `pyg_segment` (gather, then torch_geometric's functions), as far as they are installed; `cpu`
-(fastattn's C++ kernel) and `auto` (fastattn's own choice). Only peers that come near the fastest one are
-timed, see graphs.py. Every peer gets its matrix or pointers ready made, with the normalised weights of "sym"
-in them and, for torch_sparse, the transpose of its backward pass.
+that; for weights with gradients and for small graphs), `torch_sparse` (`matmul`), `torch_scatter` (gather,
+then `segment_csr`) and `pyg_scatter`, `pyg_segment` (gather, then torch_geometric's functions), as far as
+they are installed; `cpu` (fastattn's C++ kernel) and `auto` (fastattn's own choice). Only peers that come
+near the fastest one are timed, see graphs.py. Every peer gets its matrix or pointers ready made, with the
+normalised weights of "sym" in them and, for torch_sparse, the transpose of its backward pass.
 """
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ PEERS = (
 REDUCES = ("sum", "mean", "sym", "max")
 WIDTHS = (32, 64, 128, 256)
 QUICK_WIDTHS = (64,)
+RANDOM_CASES = 24
 OURS = ("cpu", "auto")
 _TORCH_NAMES = {"sum": "sum", "mean": "mean", "sym": "sum", "max": "amax"}
 _PYG_NAMES = {"sum": "sum", "mean": "mean", "sym": "sum", "max": "max"}
@@ -72,6 +74,7 @@ class AggregationCase(TimedCase):
     weighted: bool = False
     tags: tuple[str, ...] = ()
     quick: bool = False
+    family: str = ""
 
     roofs = ("copy",)
 
@@ -79,7 +82,8 @@ class AggregationCase(TimedCase):
     def name(self) -> str:
         what = f"weighted {self.reduce}" if self.weighted else self.reduce
         direction = "forward+backward" if self.backward else "forward"
-        return f"{what}/{self.graph}/{self.width}/{self.dtype}/{direction}"
+        name = f"{what}/{self.graph}/{self.width}/{self.dtype}/{direction}"
+        return f"{self.family}/{name}" if self.family else name
 
     @property
     def is_there(self) -> bool:
@@ -91,7 +95,8 @@ class AggregationCase(TimedCase):
 
     @property
     def baselines(self) -> tuple[str, ...]:
-        return peers_of(self.reduce, self.dtype, self.backward, self.weighted)
+        peers = peers_of(self.reduce, self.dtype, self.backward, self.weighted)
+        return (*peers, "index_add") if self.family and self.reduce == "sum" else peers
 
     @property
     def same_as(self) -> Mapping[str, str]:
@@ -236,7 +241,27 @@ class BuildCase(TimedCase):
 Case = AggregationCase | BuildCase
 
 
+def _random() -> Iterator[AggregationCase]:
+    """Graphs that no kernel was tuned for: up to 20000 nodes and 200000 edges, drawn by their logarithms."""
+    draw = random.Random(0)
+    for backward in (False, True):
+        direction = "forward+backward" if backward else "forward"
+        for _ in range(RANDOM_CASES):
+            nodes, edges = round(10 ** draw.uniform(1, 4.3)), round(10 ** draw.uniform(1, 5.3))
+            width = draw.choice((1, 3, 8, 16, 32, 48, 64, 100, 128, 256, 512))
+            yield AggregationCase(
+                f"{graphs.SYNTHETIC}-{nodes}x{edges}",
+                draw.choice(REDUCES),
+                width,
+                draw.choice(tuple(DTYPES)),
+                backward=backward,
+                tags=(f"random {direction}",),
+                family="random",
+            )
+
+
 def _cases() -> Iterator[Case]:
+    yield from _random()
     for graph in graphs.NAMES:
         for reduce in REDUCES:
             for width in WIDTHS:
@@ -268,6 +293,7 @@ CASES: tuple[Case, ...] = tuple(_cases())
 
 _ANY = peers_of("sum", "fp32")
 _WEIGHTED = peers_of("sum", "fp32", weighted=True)
+_RANDOM = (*_ANY, "index_add")
 BARS = (
     Bar("sum, mean, sym, max, fp32 forward", "fp32 forward", geomean=1.6, each=1.0, baselines=_ANY),
     Bar("the same on the synthetic graph", "synthetic forward", geomean=2.0, each=1.0, baselines=_ANY),
@@ -275,6 +301,16 @@ BARS = (
     Bar("bf16 sum", "bf16 sum", each=2.0, baselines=_ANY),
     Bar("weighted sum, gradient to the weights too", "weighted", each=3.0, baselines=_WEIGHTED),
     Bar("gathered bytes beside a copy, synthetic graph, F=128", "bandwidth", each=0.6, measure="roof"),
+    *(
+        Bar(
+            f"auto never slower, random graphs, {direction}",
+            f"random {direction}",
+            each=1.0,
+            contestant="auto",
+            baselines=_RANDOM,
+        )
+        for direction in ("forward", "forward+backward")
+    ),
     Bar(
         "Graph of 2M edges beside torch.argsort", "build", each=1.0, contestant="auto", baselines=("argsort",)
     ),

@@ -1,5 +1,6 @@
 """The graphs of the benchmarks: a synthetic one with power-law degrees, and real ones from a folder.
 
+`power-law-NxE` is a synthetic one of N nodes and E edges.
 A real graph is a file NAME.npz with `src` and `dst`, the ends of its edges, and `num_nodes`; the folder is
 given by `--graphs FOLDER`. Without it, cases on real graphs are listed as absent.
 """
@@ -69,13 +70,15 @@ def _sorted(src: torch.Tensor, dst: torch.Tensor, nodes: int) -> Edges:
 
 
 def is_there(name: str) -> bool:
-    return name == SYNTHETIC or (folder is not None and (folder / f"{name}.npz").exists())
+    return name.startswith(SYNTHETIC) or (folder is not None and (folder / f"{name}.npz").exists())
 
 
 @functools.lru_cache(maxsize=1)
 def load(name: str) -> Edges:
     if name == SYNTHETIC:
         return power_law()
+    if name.startswith(SYNTHETIC):
+        return power_law(*map(int, name.rpartition("-")[2].split("x")))
     if not is_there(name):
         raise FileNotFoundError(f"no graph {name}: --graphs FOLDER names the folder with {name}.npz")
     import numpy as np

@@ -32,7 +32,8 @@ def test_aggregation_cases_are_complete():
     found = {
         (c.graph, c.reduce, c.width, c.backward)
         for c in aggregation.CASES
-        if isinstance(c, aggregation.AggregationCase) and c.dtype == "fp32" and not c.weighted
+        if isinstance(c, aggregation.AggregationCase)
+        and (c.family, c.dtype, c.weighted) == ("", "fp32", False)
     }
     widths, ways = (32, 64, 128, 256), (False, True)
     assert found == set(itertools.product(GRAPHS, ("sum", "mean", "sym", "max"), widths, ways))
@@ -69,6 +70,8 @@ def test_graph_attention_cases_are_complete():
                 "bf16 sum": (None, 2.0),
                 "weighted": (None, 3.0),
                 "bandwidth": (None, 0.6),
+                "random forward": (None, 1.0),
+                "random forward+backward": (None, 1.0),
                 "build": (None, 1.0),
             },
         ),
