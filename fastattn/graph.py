@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 from torch.compiler import is_compiling
 
-from fastattn.ops._common import is_watched, library
+from fastattn.ops._common import is_plain, is_watched, library
 
 __all__ = ["Compressed", "Graph", "as_graph", "transposed"]
 
@@ -23,7 +23,14 @@ library.define(
     "graph_csr(Tensor row, Tensor col, SymInt num_rows, SymInt num_cols) "
     "-> (Tensor rowptr, Tensor col, Tensor perm)"
 )
+library.define("is_ascending(Tensor index) -> bool")
+library.define("graph_ends(Tensor rowptr, Tensor col, Tensor? perm) -> (Tensor row, Tensor col)")
 library.define("graph_checked_csr(Tensor rowptr, Tensor col, SymInt num_cols) -> (Tensor rowptr, Tensor col)")
+
+
+_graph_csr = torch.ops.fastattn.graph_csr.default
+_graph_ends = torch.ops.fastattn.graph_ends.default
+_is_ascending = torch.ops.fastattn.is_ascending.default
 
 
 class Compressed(NamedTuple):
@@ -86,6 +93,19 @@ def _checked_on_any_device(rowptr: Tensor, col: Tensor, num_cols: int) -> tuple[
     return rowptr.to(torch.int64, copy=True), col.to(dtype, copy=True)
 
 
+def _ends_on_any_device(ptr: Tensor, index: Tensor, perm: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``fastattn::graph_ends`` in plain PyTorch; the native library replaces it on the CPU."""
+    E = index.shape[0]
+    rows = torch.arange(ptr.shape[0] - 1, dtype=index.dtype, device=ptr.device)
+    row = torch.repeat_interleave(rows, ptr.diff(), output_size=E)
+    if perm is None:
+        return row, index.clone()
+    perm = perm.long()
+    return tuple(torch.empty_like(index).scatter_(0, perm, end) for end in (row, index))
+
+
+library.impl("graph_ends", _ends_on_any_device, "CompositeExplicitAutograd")
+library.impl("is_ascending", lambda index: bool((index[1:] >= index[:-1]).all()), "CompositeExplicitAutograd")
 library.impl("graph_csr", _sorted_on_any_device, "CompositeExplicitAutograd")
 library.impl("graph_checked_csr", _checked_on_any_device, "CompositeExplicitAutograd")
 
@@ -97,19 +117,25 @@ def _(row, col, num_rows, num_cols):
     return row.new_empty(num_rows + 1, dtype=torch.int64), *(row.new_empty(E, dtype=dtype) for _ in range(2))
 
 
+@torch.library.register_fake("fastattn::graph_ends", lib=library)
+def _(rowptr, col, perm):
+    return col.new_empty(col.shape), col.new_empty(col.shape)
+
+
 @torch.library.register_fake("fastattn::graph_checked_csr", lib=library)
 def _(rowptr, col, num_cols):
     dtype = index_dtype(col.shape[0], rowptr.shape[0], num_cols)
     return torch.empty_like(rowptr, dtype=torch.int64), torch.empty_like(col, dtype=dtype)
 
 
-def _plain() -> ExitStack:
+def _plain() -> AbstractContextManager:
     """What is built here outlives the call: it must belong to no transform and to no inference mode."""
+    if is_compiling() or not (torch.is_inference_mode_enabled() or _are_functorch_transforms_active()):
+        return nullcontext()
     stack = ExitStack()
-    if not is_compiling():
-        stack.enter_context(torch.inference_mode(False))
-        if _are_functorch_transforms_active():
-            stack.enter_context(torch._C._DisableFuncTorch())
+    stack.enter_context(torch.inference_mode(False))
+    if _are_functorch_transforms_active():
+        stack.enter_context(torch._C._DisableFuncTorch())
     return stack
 
 
@@ -119,23 +145,16 @@ _LARGEST_SIZE = 2**60 - 2
 
 def compress(row: Tensor, col: Tensor, num_rows: int, num_cols: int) -> Compressed:
     """Groups edges by ``row``, stably, so that the edges of a row keep the caller's order."""
-    rowptr, sorted_col, perm = torch.ops.fastattn.graph_csr(row, col, num_rows, num_cols)
+    rowptr, sorted_col, perm = _graph_csr(row, col, num_rows, num_cols)
     # A tracer cannot decide by values, and loses nothing but a little speed; meta tensors have none.
-    if not is_compiling() and not is_watched() and not row.is_meta and bool((row[1:] >= row[:-1]).all()):
+    if not is_compiling() and not is_watched() and not row.is_meta and _is_ascending(row):
         perm = None
     return Compressed(rowptr, sorted_col, perm, num_cols)
 
 
 def edge_ends(edges: Compressed) -> tuple[Tensor, Tensor]:
     """For each edge, in the caller's order: its row, and what ``index`` says of it."""
-    ptr, index, perm, _ = edges
-    E = index.shape[0]
-    rows = torch.arange(ptr.shape[0] - 1, dtype=index.dtype, device=ptr.device)
-    row = torch.repeat_interleave(rows, ptr.diff(), output_size=E)
-    if perm is None:
-        return row, index
-    perm = perm.long()
-    return tuple(torch.empty_like(index).scatter_(0, perm, end) for end in (row, index))
+    return _graph_ends(*edges[:3])
 
 
 def transposed(edges: Compressed) -> Compressed:
@@ -203,7 +222,7 @@ class Graph:
 
                 self._set(*of_edge_index(edge_index, num_src, num_dst))
             else:
-                self._set(*of_edges(edge_index[0], edge_index[1], num_src, num_dst))
+                self._set(*of_edges(*edge_index.unbind(), num_src, num_dst))
                 if is_compiling():
                     self._given = edge_index
 
@@ -213,6 +232,7 @@ class Graph:
         self._csr = csr
         self._csc = csc
         self._vectors: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._plain: bool | None = None
         # What others make of this graph and want again at their next call, such as its self-loops.
         self._derived: dict[object, object] = {}
 
@@ -267,9 +287,20 @@ class Graph:
         with _plain():
             return _make(*of_matrix(matrix))
 
+    def __getstate__(self) -> dict[str, object]:
+        # What loads it may put it on another device.
+        return self.__dict__ | {"_plain": None}
+
     @property
     def device(self) -> torch.device:
         return self.rowptr.device
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all of it are dense CPU tensors and nothing more, as ops._common has it."""
+        if self._plain is None:
+            self._plain = all(t is None or (type(t) is Tensor and is_plain(t)) for t in self._csr[:3])
+        return self._plain
 
     @property
     def csr(self) -> Compressed:
@@ -403,8 +434,11 @@ def of_sizes(src: Tensor, dst: Tensor, num_src: int | None, num_dst: int | None)
 
 
 def is_pyg_edge_index(edge_index) -> bool:
-    return isinstance(edge_index, Tensor) and all(
-        hasattr(edge_index, n) for n in ("sparse_size", "get_csc", "as_tensor")
+    # A tensor that is nothing more takes long to look for what it does not have.
+    return (
+        isinstance(edge_index, Tensor)
+        and edge_index.__class__ is not Tensor
+        and all(hasattr(edge_index, n) for n in ("sparse_size", "get_csc", "as_tensor"))
     )
 
 

@@ -1,6 +1,7 @@
 """Aggregation under PyTorch's own machinery: every order of derivative, compile, export, func, autocast."""
 
 import itertools
+import pickle
 
 import aggregation_cases
 import operator_checks
@@ -97,6 +98,30 @@ def test_gradient_is_not_needed_where_none_is_asked_for(impl):
         graph = case.graph()
         call(case, impl, graph, only=only)
         assert (graph._csc is not None) == (built and impl == "cpu")
+
+
+@pytest.mark.parametrize("reduce", ("sum", "sym", "both", "max", "min"))
+def test_features_alone_are_differentiated_like_the_reference(reduce):
+    """(N, F) without weights has a shorter way to the kernels and back."""
+    require_kernels("cpu")
+    graph = make_case(7, E=20).graph()
+    x = torch.nn.Parameter(torch.randn(4, 7, dtype=torch.float64).T)
+    run = lambda x, impl="cpu": aggregate(x, graph, reduce, impl=impl)  # noqa: E731
+    assert torch.autograd.gradcheck(run, x, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(run, x, check_batched_grad=True)
+    expected = torch.autograd.grad(run(x, "reference").relu().square().sum(), x)
+    out = run(x)
+    grads = torch.autograd.grad(out.relu_().square().sum(), x)  # the output may be changed in place
+    torch.testing.assert_close(grads, expected)
+    expanded = torch.autograd.grad(run(x).sum(), x)  # a gradient without memory of its own
+    torch.testing.assert_close(expanded, torch.autograd.grad(run(x, "reference").sum(), x))
+    assert not run(x.detach()).requires_grad
+    with torch.inference_mode():
+        inferred = run(x)
+    assert torch.equal(inferred, run(x.detach()))
+    moved = Graph(graph.edge_index(), size=(7, 7))
+    assert moved.is_plain and not moved.to("meta").is_plain
+    assert pickle.loads(pickle.dumps(moved))._plain is None
 
 
 # torch.func

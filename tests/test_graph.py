@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastattn
 from fastattn import Graph
-from fastattn.graph import as_graph
+from fastattn.graph import _ends_on_any_device, as_graph
 
 poisoned = operator_checks.poisoned
 
@@ -487,6 +487,32 @@ def test_op_passes_opcheck(E):
     torch.library.opcheck(torch.ops.fastattn.graph_csr, (row, col, 5, 5))
     rowptr = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(row, minlength=5).cumsum(0)])
     torch.library.opcheck(torch.ops.fastattn.graph_checked_csr, (rowptr, col, 5))
+
+
+def test_ends_and_order_of_edges_are_those_of_plain_pytorch():
+    """The native ops against what every other device runs, and against graphs that are none."""
+    if not hasattr(torch.ops.fastattn, "edges_per_worker"):
+        pytest.skip("there is no native library")
+    graph = Graph(EDGES, size=(5, 6))
+    for edges in (graph.csr, graph.csc):
+        for perm in (edges.perm, None):
+            for dtype in (torch.int32, torch.int64):
+                args = edges.ptr, edges.index.to(dtype), None if perm is None else perm.to(dtype)
+                torch.library.opcheck(torch.ops.fastattn.graph_ends, args)
+                found = torch.ops.fastattn.graph_ends(*args)
+                for mine, theirs in zip(found, _ends_on_any_device(*args), strict=True):
+                    assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    ptr, index, perm, _ = graph.csr
+    falling = ptr.clone()
+    falling[1] = 100
+    for wrong in ((falling, index, perm), (ptr, index, perm + 1), (ptr[1:], index, perm)):
+        with pytest.raises(RuntimeError, match="must"):
+            torch.ops.fastattn.graph_ends(*wrong)
+    for values, ascending in (([], True), ([3], True), ([1, 1, 2], True), ([1, 0, 2], False)):
+        for index in (torch.tensor(values, dtype=torch.int32), torch.tensor(values).long()):
+            assert torch.ops.fastattn.is_ascending(index) == ascending
+    assert not torch.ops.fastattn.is_ascending(torch.tensor([[0, 9], [1, 0]])[:, 1].contiguous())
+    assert torch.ops.fastattn.is_ascending(torch.tensor([[0, 9], [1, 0]])[:, 0])
 
 
 def test_meta_tensors_have_sizes_only():

@@ -48,6 +48,49 @@ std::tuple<Tensor, Tensor, Tensor> graph_csr(const Tensor& row, const Tensor& co
   return {rowptr, out_col, out_perm};
 }
 
+// Whether edges with these ends are sorted by them.
+template <class I>
+bool ascends(const EdgeEnds& ends, int64_t edges) {
+  const I* at = static_cast<const I*>(ends.data);
+  bool result = true;
+  for (int64_t e = 1; e < edges && result; ++e) result = at[(e - 1) * ends.stride] <= at[e * ends.stride];
+  return result;
+}
+bool is_ascending(const Tensor& index) {
+  const EdgeEnds ends = ends_of("index", index, 0);
+  return ends.wide ? ascends<int64_t>(ends, index.numel()) : ascends<int32_t>(ends, index.numel());
+}
+
+// For each edge, in the caller's order, its row and its other end.
+template <class I>
+bool fill_ends(const GraphView& graph, I* row, I* col) {
+  const I *from = static_cast<const I*>(graph.col), *perm = static_cast<const I*>(graph.perm);
+  for (int64_t n = 0, end = 0; n < graph.rows; ++n) {
+    const int64_t begin = end;
+    end = graph.rowptr[n + 1];
+    if (end < begin || end > graph.edges) return false;
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t e = perm ? int64_t(perm[i]) : i;
+      if (uint64_t(e) >= uint64_t(graph.edges)) return false;
+      row[e] = I(n);
+      col[e] = from[i];
+    }
+  }
+  return true;
+}
+std::tuple<Tensor, Tensor> graph_ends(const Tensor& rowptr, const Tensor& col, const MaybeTensor& perm) {
+  const GraphArrays graph(rowptr, col, perm);
+  const GraphView& view = graph.view;
+  Tensor out_row = allocate_index(view.wide, &view.edges, 1),
+         out_col = allocate_index(view.wide, &view.edges, 1);
+  void *row_data = out_row.data_ptr(), *col_data = out_col.data_ptr();
+  const bool filled = view.wide
+                          ? fill_ends(view, static_cast<int64_t*>(row_data), static_cast<int64_t*>(col_data))
+                          : fill_ends(view, static_cast<int32_t*>(row_data), static_cast<int32_t*>(col_data));
+  STD_TORCH_CHECK(filled, "rowptr must not decrease, and perm must hold the numbers of edges");
+  return {out_row, out_col};
+}
+
 // Edges that each of `threads` equally fast workers gets: they take chunk after chunk, whoever is done first
 // takes the next one.
 Tensor edges_per_worker(const Tensor& rowptr, int64_t threads) {
@@ -78,5 +121,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastattn, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn, CPU, m) {
   m.impl("graph_csr", TORCH_BOX(&fastattn::graph_csr));
+  m.impl("is_ascending", TORCH_BOX(&fastattn::is_ascending));
+  m.impl("graph_ends", TORCH_BOX(&fastattn::graph_ends));
   m.impl("edges_per_worker", TORCH_BOX(&fastattn::edges_per_worker));
 }

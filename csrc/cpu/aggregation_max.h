@@ -57,7 +57,10 @@ FASTATTN_INLINE void store_arg(const MaxTask<T, I>& t, I* to, Vec<Int<A<T>>> arg
     for (int i = 0; i < N<T>; ++i)
       numbers[i] = numbers[i] < 0 ? I(-1) : edge_number<I>(t.graph, first + numbers[i]);
   }
-  std::memcpy(to, &numbers, V > 1 || t.F >= N<T> ? sizeof numbers : size_t(t.F) * sizeof(I));
+  if (V > 1 || t.F >= N<T>)
+    std::memcpy(to, &numbers, sizeof numbers);
+  else
+    copy_some<N<T>>(to, reinterpret_cast<const I*>(&numbers), t.F);
 }
 
 template <class T, class I, int V, bool kWeighted>
@@ -85,17 +88,17 @@ FASTATTN_INLINE void finish_max(const MaxTask<T, I>& t, const Tile& tile, int64_
 template <class T, class I, int V, bool kWeighted>
 __attribute__((noinline)) void max_tiles(const MaxTask<T, I>& t, const Tiles tiles) {
   const int64_t ahead = edges_ahead<T>(V), first = t.chunk.from.edge;
-  for (RowCursor at(t.chunk.split, t.chunk.from, t.chunk.to); at.next();)
+  for (RowCursor at(t.chunk.split, t.chunk.from, t.chunk.to); at.next_with_edges();)
     for (int64_t k = 0; k < tiles.count; ++k) {
       const Tile tile = tiles.at<T>(k);
-      Vec<A<T>> best[V]{};
+      Vec<A<T>> best[V];
       Vec<Int<A<T>>> arg[V];
       int64_t i = at.begin - first;
       const int64_t end = at.end - first;
-      const Int<A<T>> start = i < end ? t.number[i] : -1;
-      for (int v = 0; v < V; ++v) arg[v] = Vec<Int<A<T>>>{} + start;
-      if (i < end)
-        for (int v = 0; v < V; ++v) best[v] = message<T, I, V, kWeighted>(t, tile, i, v);
+      for (int v = 0; v < V; ++v) {
+        best[v] = message<T, I, V, kWeighted>(t, tile, i, v);
+        arg[v] = Vec<Int<A<T>>>{} + t.number[i];
+      }
       for (prefetch<V * N<T>>(t.source[i + ahead - 1] + tile.begin); ++i < end;) {
         prefetch<V * N<T>>(t.source[i + ahead] + tile.begin);
         for (int v = 0; v < V; ++v)
@@ -131,6 +134,9 @@ void max_over_edges(AggregateMaxParams p, const Parallel& all) {
     const int64_t b = task / chunks, k = task % chunks;
     const Chunk chunk(cuts, k);
     const int64_t edges = chunk.edges();
+    const int64_t width = p.H * p.F, start = b * graph.rows * width;
+    fill_empty_rows(chunk, out + start, width, T{});
+    fill_empty_rows(chunk, arg + start, width, I(-1));
     const T** source = scope.arena.take<const T*>(edges + kPadding);
     A<T>* weight = weighted ? scope.arena.take<A<T>>(edges) : nullptr;
     auto* number = scope.arena.take<Int<A<T>>>(edges);

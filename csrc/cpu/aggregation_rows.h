@@ -94,13 +94,25 @@ FASTATTN_INLINE void for_each_width(Widths<kWidth...>, int64_t features, F&& f) 
   }
 }
 
+// Fewer elements than there are lanes, 8, 4, 2 and 1 at a time: a call of memcpy takes longer than a short
+// row.
+template <int kLanes, class E>
+FASTATTN_INLINE void copy_some(E* to, const E* from, int64_t count) {
+  for (int n = kLanes / 2; n > 0; n /= 2)
+    if (count & n) {
+      __builtin_memcpy(to, from, n * sizeof(E));
+      to += n;
+      from += n;
+    }
+}
+
 // One of V vectors.
 template <int V, class T>
 FASTATTN_INLINE void store_features(T* p, int64_t features, Vec<A<T>> v) {
   if (V > 1 || features >= N<T>) return round_store(p, v);
   T buffer[N<T>];
   round_store(buffer, v);
-  std::memcpy(p, buffer, size_t(features) * sizeof(T));
+  copy_some<N<T>>(p, buffer, features);
 }
 
 // Heads beside each other in memory are one head of H F features, where nothing tells heads apart.
@@ -199,6 +211,14 @@ struct Chunk {
       : split(cuts.split), from(cuts.at.data()[k]), to(cuts.at.data()[k + 1]) {}
   int64_t edges() const { return to.edge - from.edge; }
 };
+
+// `value` in the rows, `width` elements each, that no edge of a chunk enters.
+template <class E>
+void fill_empty_rows(const Chunk& chunk, E* rows, int64_t width, E value) {
+  for_each_empty_run(chunk.split, chunk.from, chunk.to, [&](int64_t first, int64_t last) {
+    std::fill(rows + first * width, rows + last * width, value);
+  });
+}
 
 // What it takes to read a row for every edge of a chunk. Some pointers follow the last edge's, to be
 // prefetched.

@@ -49,7 +49,7 @@ void sum_tiles(const SumTask<T>& t, const Tiles tiles) {
   // With few vectors a row the additions would wait for each other: several sums take turns.
   constexpr int kChains = V == 1 ? 4 : V <= 3 ? 2 : 1;
   const int64_t ahead = edges_ahead<T>(V), first = t.chunk.from.edge;
-  for (RowCursor at(t.chunk.split, t.chunk.from, t.chunk.to); at.next();)
+  for (RowCursor at(t.chunk.split, t.chunk.from, t.chunk.to); at.next_with_edges();)
     for (int64_t k = 0; k < tiles.count; ++k) {
       const Tile tile = tiles.at<T>(k);
       Vec<A<T>> sum[kChains][V]{};
@@ -68,7 +68,7 @@ void sum_tiles(const SumTask<T>& t, const Tiles tiles) {
 template <class T, class I, int V>
 void sum_selected_tiles(const SumTask<T>& t, const I* const* arg, const I* number, const Tiles tiles) {
   const int64_t ahead = edges_ahead<T>(V), first = t.chunk.from.edge;
-  for (RowCursor at(t.chunk.split, t.chunk.from, t.chunk.to); at.next();)
+  for (RowCursor at(t.chunk.split, t.chunk.from, t.chunk.to); at.next_with_edges();)
     for (int64_t k = 0; k < tiles.count; ++k) {
       const Tile tile = tiles.at<T>(k);
       Vec<A<T>> sum[V]{};
@@ -113,6 +113,7 @@ void sum(AggregateSumParams p, const Parallel& all) {
     const int64_t b = task / chunks, k = task % chunks;
     const Chunk chunk(cuts, k);
     const int64_t edges = chunk.edges();
+    fill_empty_rows(chunk, static_cast<T*>(p.out.data) + b * graph.rows * p.H * p.F, p.H * p.F, T{});
     const T** source = scope.arena.take<const T*>(edges + kPadding);
     A<T>* weight = weighted ? scope.arena.take<A<T>>(edges) : nullptr;
     const I** arg = p.arg.data ? scope.arena.take<const I*>(edges + kPadding) : nullptr;

@@ -31,7 +31,7 @@ struct EdgeCut {
 static inline EdgeSplit split_edges(const int64_t* rowptr, int64_t rows) {
   // 512 chunks balance dozens of threads; smaller ones would cost more than they do, larger ones than 2048
   // would not keep their indices and weights in a core's own cache.
-  constexpr int64_t kChunks = 512, kLeast = 64, kMost = 2048;
+  constexpr int64_t kChunks = 512, kLeast = 256, kMost = 2048;
   const int64_t work = rows + rowptr[rows];
   const int64_t step = work < kLeast * kChunks ? kLeast : work > kMost * kChunks ? kMost : work / kChunks;
   return {rowptr, rows, step, (work + step - 1) / step};
@@ -58,6 +58,7 @@ enum class RowPart { whole, head, tail };
 
 // The rows that begin in a chunk or have edges in it, one after the other:
 // for (RowCursor at(split, from, to); at.next();) at.row, at.begin, at.end, at.part
+// or only those with edges there, by at.next_with_edges().
 struct RowCursor {
   const int64_t *rowptr, rows, last_row, last_edge;
   int64_t row, begin, end;
@@ -82,7 +83,22 @@ struct RowCursor {
     part = begin == rowptr[row] ? RowPart::tail : RowPart::head;
     return true;
   }
+  bool next_with_edges() {
+    while (next())
+      if (begin < end) return true;
+    return false;
+  }
 };
+// f(first, last) for the runs of rows without edges, last excluded, among those that begin in a chunk.
+template <class F>
+static inline void for_each_empty_run(const EdgeSplit& split, EdgeCut from, EdgeCut to, F&& f) {
+  const int64_t* rowptr = split.rowptr;
+  for (int64_t row = from.row; row < to.row; ++row) {
+    const int64_t first = row;
+    while (row < to.row && rowptr[row + 1] == rowptr[row]) ++row;
+    if (row > first) f(first, row);
+  }
+}
 template <class F>
 static inline void for_each_row(const EdgeSplit& split, EdgeCut from, EdgeCut to, F&& f) {
   for (RowCursor at(split, from, to); at.next();) f(at.row, at.begin, at.end, at.part);

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from fastattn import _triton
-from fastattn.graph import Compressed, transposed
+from fastattn.graph import Compressed, Graph, transposed
 from fastattn.ops._common import (
+    CPU_KEYS,
     apply_function,
+    call_in_backward,
     call_op,
+    is_plain,
+    is_watched,
     library,
     logical_size,
     map_each,
@@ -21,7 +25,7 @@ from fastattn.ops._common import (
 )
 from fastattn.reference._common import wide_dtype
 
-__all__ = ["aggregate_max", "aggregate_sum", "edge_dot"]
+__all__ = ["aggregate_max", "aggregate_sum", "edge_dot", "plain_max", "plain_sum"]
 
 # x is (B, N, H, F). The edges of row n are at positions rowptr[n] to rowptr[n + 1] of col, their other ends,
 # and of perm, the caller's edge numbers (None: the positions). num_cols is what the numbers in col were
@@ -118,18 +122,12 @@ def _parts(csc: Compressed | None) -> tuple[Tensor | None, Tensor | None, Tensor
     return (None, None, None) if csc is None else csc[:3]
 
 
-def _dispatched(op, *args):
-    # What is called in a backward pass takes the long way: autograd.grad(is_grads_batched=True) maps over it
-    # without telling anyone.
-    return op(*args)
-
-
 def _sum(*args) -> Tensor:
-    return aggregate_sum(*args, call=_dispatched)
+    return aggregate_sum(*args, call=call_in_backward)
 
 
 def _dot(*args) -> Tensor:
-    return edge_dot(*args, call=_dispatched)
+    return edge_dot(*args, call=call_in_backward)
 
 
 def _both_ways(edges, num_cols: int, needed: bool) -> tuple[Compressed, Compressed | None]:
@@ -340,6 +338,77 @@ class _Fold:
 
     def unfold(self, tensor: Tensor) -> Tensor:
         return tensor.unflatten(self.out_dim, (self.N, tensor.shape[self.out_dim] // self.N))
+
+
+# The short way of what most calls are: features (N, F) without weights, on the CPU, where nothing but
+# autograd has to see the call. The ops' four dimensions are put around it and taken off again without views
+# that autograd would record, and the graph is handed over as it is: twelve arguments take longer than a small
+# sum.
+
+_view = torch.ops.aten.view.default._handle.redispatch_boxed
+_sum_boxed = sum_op._handle.redispatch_boxed
+_max_boxed = max_op._handle.redispatch_boxed
+
+
+def _sum_of_rows(x: Tensor, edges: Compressed, row_scale, col_scale, arg: Tensor | None = None) -> Tensor:
+    N, F = x.shape
+    x = _view(CPU_KEYS, x, (1, N, 1, F))
+    out = _sum_boxed(CPU_KEYS, x, *edges, None, row_scale, col_scale, arg, False)
+    return _view(CPU_KEYS, out, (out.shape[1], F))
+
+
+def _max_of_rows(x: Tensor, edges: Compressed, minimum: bool) -> tuple[Tensor, Tensor]:
+    N, F = x.shape
+    out, arg = _max_boxed(CPU_KEYS, _view(CPU_KEYS, x, (1, N, 1, F)), *edges, None, minimum)
+    return _view(CPU_KEYS, out, (out.shape[1], F)), arg
+
+
+def _grad_of_rows(grad: Tensor, graph: Graph, row_scale, col_scale, arg: Tensor | None = None) -> Tensor:
+    if not torch.is_grad_enabled() and grad.__class__ is Tensor and not is_watched() and is_plain(grad):
+        return _sum_of_rows(grad, graph.csc, row_scale, col_scale, arg)
+    grad = grad.unsqueeze(1).unsqueeze(0)
+    return _sum(grad, graph.csc, graph.csr, None, row_scale, col_scale, arg).squeeze(2).squeeze(0)
+
+
+class PlainSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, graph, row_scale, col_scale):
+        ctx.graph, ctx.scales = graph, (col_scale, row_scale)
+        return _sum_of_rows(x, graph.csr, row_scale, col_scale)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _grad_of_rows(grad, ctx.graph, *ctx.scales), None, None, None
+
+
+class PlainMax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, graph, minimum):
+        out, arg = _max_of_rows(x, graph.csr, minimum)
+        ctx.graph = graph
+        ctx.save_for_backward(arg)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _grad_of_rows(grad, ctx.graph, None, None, *ctx.saved_tensors), None, None
+
+
+# As in apply_function, without looking for what is known to be absent.
+_apply_sum = super(torch.autograd.Function, PlainSum).apply
+_apply_max = super(torch.autograd.Function, PlainMax).apply
+
+
+def plain_sum(x: Tensor, graph: Graph, row_scale: Tensor | None, col_scale: Tensor | None) -> Tensor:
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _apply_sum(x, graph, row_scale, col_scale)
+    return _sum_of_rows(x, graph.csr, row_scale, col_scale)
+
+
+def plain_max(x: Tensor, graph: Graph, minimum: bool) -> Tensor:
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _apply_max(x, graph, minimum)
+    return _max_of_rows(x, graph.csr, minimum)[0]
 
 
 for _name, _op, _function in (

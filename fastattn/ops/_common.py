@@ -21,9 +21,9 @@ from fastattn._choose import KERNEL_DTYPES
 from fastattn.reference._common import wide_dtype
 
 __all__ = [
-    "CPU_KEYS", "apply_function", "autocast_dtype", "call_op", "check_dense", "check_flags", "integer",
-    "is_plain", "is_watched", "library", "logical_dim", "logical_size", "map_each", "needs_function",
-    "number", "register_autograd", "wide_dtype",
+    "CPU_KEYS", "apply_function", "autocast_dtype", "call_in_backward", "call_op", "check_dense",
+    "check_flags", "integer", "is_plain", "is_watched", "library", "logical_dim", "logical_size", "map_each",
+    "needs_function", "number", "register_autograd", "wide_dtype",
 ]  # fmt: skip
 
 library = torch.library.Library("fastattn", "FRAGMENT")
@@ -65,6 +65,17 @@ def call_op(op, *args):
         return op._handle.redispatch_boxed(CPU_KEYS, *args)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
+
+
+def call_in_backward(op, *args):
+    """The op where no derivative is wanted, in a backward pass.
+
+    autograd.grad(is_grads_batched=True) maps over it without telling anyone but the dispatcher, which so has
+    to see whatever is not plain.
+    """
+    if not is_compiling() and not is_watched() and _are_plain(args):
+        return op._handle.redispatch_boxed(CPU_KEYS, *args)
+    return op(*args)
 
 
 def _are_plain(args: Sequence) -> bool:

@@ -7,6 +7,7 @@ from torch._C import _are_functorch_transforms_active
 from fastattn import _triton
 from fastattn.graph import Compressed, transposed
 from fastattn.ops._common import (
+    call_in_backward,
     call_op,
     library,
     logical_size,
@@ -113,9 +114,7 @@ class GraphAttention(torch.autograd.Function):
         if torch.is_grad_enabled() or _are_functorch_transforms_active():
             grads = GraphAttentionBackward.apply(*args)
         else:
-            # Through the dispatcher: autograd.grad(is_grads_batched=True) maps over it without telling
-            # anyone.
-            grads = backward_op(*args)
+            grads = call_in_backward(backward_op, *args)
         return None, *(g if n else None for g, n in zip(grads, needs, strict=True)), *(None,) * 12
 
     @staticmethod
@@ -199,7 +198,7 @@ class EdgeSoftmax(torch.autograd.Function):
         score, attention, *by_target = ctx.saved_tensors
         if torch.is_grad_enabled() or _are_functorch_transforms_active():
             return EdgeSoftmaxBackward.apply(grad, score, attention, *by_target), *(None,) * 4
-        return softmax_backward_op(grad, score, attention, *by_target), *(None,) * 4
+        return call_in_backward(softmax_backward_op, grad, score, attention, *by_target), *(None,) * 4
 
     @staticmethod
     def vmap(info, in_dims, *args):

@@ -5,11 +5,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from fastattn._choose import KERNEL_DTYPES, Request, candidates, choose
 from fastattn.graph import Ends, Graph, _check_size, as_graph
 from fastattn.ops import _aggregation_autograd as fused
-from fastattn.ops._common import autocast_dtype, needs_function
+from fastattn.ops._common import autocast_dtype, is_plain, is_watched, needs_function
 from fastattn.reference import aggregation as reference
 from fastattn.reference._common import wide_dtype
 
@@ -116,15 +118,8 @@ def _run(call: _Prepared, implementation: str) -> Tensor:
             out, _ = reference.aggregate_max(x, *csr, weight, reduce == "min")
         else:
             out, _ = fused.aggregate_max(x, csr, csc, weight, reduce == "min")
-    elif reduce == "sum":
-        out = summed(x, weight)
-    elif reduce == "mean":
-        out = summed(x, weight, graph._vector("in", wide))
-    elif reduce == "both":
-        out = summed(x, weight, graph._vector("in_root", wide), graph._vector("out_root", wide))
-    elif weight is None:
-        root = graph._vector("in_root", wide)
-        out = summed(x, None, root, root)
+    elif reduce != "sym" or weight is None:
+        out = summed(x, weight, *_scales(graph, reduce, wide))
     else:
         H = weight.shape[1]
         root = _inverse_root(summed(x.new_ones((), dtype=wide).expand(1, x.shape[1], H, 1), weight.to(wide)))
@@ -134,6 +129,36 @@ def _run(call: _Prepared, implementation: str) -> Tensor:
             # Each head has degrees of its own. Half precision stays wide in between, to be rounded once.
             out = (summed(x.to(wide) * root, weight.to(wide)) * root).to(x.dtype)
     return out.reshape(*call.batch, graph.num_dst, *call.inner)
+
+
+# The vectors that a sum's rows and their other ends are multiplied by. Weighted "sym" makes its own.
+_SCALES = {
+    "sum": (None, None), "mean": ("in", None), "sym": ("in_root", "in_root"), "both": ("in_root", "out_root"),
+}  # fmt: skip
+
+
+def _scales(graph: Graph, reduce: str, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    row, col = _SCALES[reduce]
+    return row and graph._vector(row, dtype), col and graph._vector(col, dtype)
+
+
+def _is_common(x) -> bool:
+    """Whether the short way may be asked for, as far as the features go: see _aggregation_autograd.py."""
+    return (
+        not is_compiling()
+        and (x.__class__ is Tensor or x.__class__ is torch.nn.Parameter)
+        and is_plain(x)
+        and x.dtype in KERNEL_DTYPES
+        and x.dim() == 2
+        and not is_watched()
+        and forward_ad._current_level < 0
+    )
+
+
+def _common(x: Tensor, graph: Graph, reduce: str) -> Tensor:
+    if reduce in ("max", "min"):
+        return fused.plain_max(x, graph, reduce == "min")
+    return fused.plain_sum(x, graph, *_scales(graph, reduce, wide_dtype(x.dtype)))
 
 
 def _inverse_root(degree: Tensor) -> Tensor:
@@ -200,6 +225,13 @@ def aggregate(
         >>> fastattn.aggregate(x, fastattn.Graph(edge_index, num_nodes=3), "mean")
         tensor([[4.0000], [2.5000], [2.0000]])
     """
+    if edge_weight is None and _is_common(x):
+        reduce = _check_reduce(reduce, _REDUCES)
+        graph = as_graph(graph, x.shape[0])
+        request = Request("cpu", x.dtype, (), _OPS.get(reduce, "fastattn::aggregate_sum"))
+        square = reduce != "sym" or graph.num_src == graph.num_dst
+        if square and graph.is_plain and choose(request, impl) == "cpu":
+            return _common(x, graph, reduce)
     call = _prepare(x, graph, reduce, edge_weight)
     return _run(call, choose(call.request, impl))
 
