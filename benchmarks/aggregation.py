@@ -99,6 +99,11 @@ class AggregationCase(TimedCase):
         return (*peers, "index_add") if self.family and self.reduce == "sum" else peers
 
     @property
+    def may_fail(self) -> tuple[str, ...]:
+        # Some add up bf16 in bf16, and a hub's sum then has no digit right.
+        return self.baselines[1:]
+
+    @property
     def same_as(self) -> Mapping[str, str]:
         # Ties of a maximum give their gradient to one edge here and in torch.sparse.mm.
         first, *others = self.names
