@@ -44,17 +44,20 @@ FORWARD: Table = {
     "interpreter": {(8, 512): (32, 32, 1, 1)},
     "any": {
         (2, 64): (128, 64, 8, 3), (2, 128): (128, 32, 8, 3), (2, 256): (64, 32, 8, 2),
-        (2, 512): (32, 16, 4, 2), (4, 64): (64, 32, 4, 2), (4, 128): (32, 32, 4, 2), (8, 512): (16, 16, 4, 1),
+        (2, 512): (32, 16, 4, 2), (4, 128): (32, 32, 4, 2), (8, 512): (16, 16, 4, 1),
     },
 }  # fmt: skip
 GRAD_QUERY: Table = {
     "cuda:90": {(2, 128): (128, 64, 8, 2), (2, 256): (64, 32, 4, 1)},
     "cuda:100": {(2, 64): (128, 64, 8, 1), (2, 128): (64, 64, 4, 2), (2, 256): (64, 32, 4, 1)},
-    "hip": {(2, 64): (64, 64, 4, 1), (2, 128): (32, 64, 4, 1), (2, 256): (16, 32, 4, 1)},
+    "hip": {
+        (2, 64): (64, 64, 4, 1), (2, 128): (32, 64, 4, 1), (2, 256): (16, 32, 4, 1), (2, 512): (16, 16, 4, 1),
+        (4, 64): (32, 32, 4, 1),
+    },
     "interpreter": {(8, 512): (32, 32, 1, 1)},
     "any": {
         (2, 64): (128, 64, 8, 2), (2, 128): (128, 32, 8, 2), (2, 256): (32, 32, 4, 1),
-        (2, 512): (16, 16, 4, 1), (4, 64): (32, 32, 4, 1), (8, 512): (16, 16, 4, 1),
+        (2, 512): (16, 16, 4, 1), (4, 64): (16, 32, 4, 1), (8, 512): (16, 16, 4, 1),
     },
 }  # fmt: skip
 # Two accumulators of a tile's width, half of all registers at 128 keys and channels: few queries at a time.
@@ -96,9 +99,11 @@ PROMPT: Table = {
 
 # Linear attention; the width is the height of the state as a power of two, and decay counts as as many again.
 # The state takes height x columns registers, and the features of queries and keys tokens x height each. 64
-# tokens are a warpgroup's share of Hopper's wgmma; more tokens mean more products within the chunk.
+# tokens are a warpgroup's share of Hopper's wgmma; more tokens mean more products within the chunk. On CDNA 8
+# warps leave 256 of 512 registers to a lane.
 WALK: Table = {
     "cuda:80": {(2, 64): (64, 64, 8, 1)},
+    "hip": {(2, 64): (64, 64, 4, 1), (2, 128): (64, 32, 4, 1)},
     "interpreter": {(8, 512): (16, 16, 1, 1)},
     "any": {
         (2, 64): (64, 64, 4, 1), (2, 128): (64, 32, 8, 1), (2, 256): (32, 32, 8, 1), (4, 128): (16, 32, 4, 1),
