@@ -120,6 +120,7 @@ inline void backward_head(const Problem<T>& problem, const AttentionGradParams& 
     int64_t key_begin = p.S, key_end = 0;
     for (int64_t t = 0; t < count; ++t) {
       make_tile(problem, b, hk, first + t, tiles[t]);
+      hide_unused(tiles[t]);
       prepare(problem, p, tiles[t], scratch, key_scratch, arena, grads[t]);
       key_begin = min(key_begin, tiles[t].lo_min);
       key_end = max(key_end, tiles[t].hi_max);

@@ -40,7 +40,7 @@ class BlockStep {
     added.clear();
     score(problem, tile, panel, block);
     if (!state.started)
-      raise_reference(problem, scores_, span.begin, min(span.begin + kChunk, span.end), state);
+      raise_reference(problem, tile, scores_, span.begin, min(span.begin + kChunk, span.end), state);
     weigh(problem, tile, scores_, span.begin, span.end, pairs_, state, added);
     if (accept(scores_, state, added)) return;
     score(problem, tile, panel, block);  // weights lie over the scores
@@ -64,7 +64,7 @@ class BlockStep {
       const int64_t to = min(from + kChunk, span.end);
       if (to < span.end) multiply(to);
       s.transform(problem, tile, from, to, nullptr);
-      if (!state.started) raise_reference(problem, s, from, to, state);
+      if (!state.started) raise_reference(problem, tile, s, from, to, state);
       weigh(problem, tile, s, from, to, pairs_, state, added);
     }
     s.ring = -1;

@@ -61,6 +61,7 @@ inline void mask_gradient(const Problem<T>& problem, const AttentionGradParams& 
       for (int64_t h = mh; h < (heads == 1 ? p.H : mh + 1); ++h)
         for (int64_t rt = row_task; rt < (rows_shared ? row_tiles : row_task + 1); ++rt) {
           make_tile_of_head(problem, b, h, rt * kTile<T>, tile);
+          hide_unused(tile);
           prepare(problem, p, tile, scratch, key_scratch, arena, g);
           for (int64_t kb = key_task; kb < (keys_shared ? key_blocks : key_task + 1); ++kb) {
             if (kb * kBlock >= tile.hi_max || (kb + 1) * kBlock <= tile.lo_min) continue;

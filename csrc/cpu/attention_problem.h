@@ -218,7 +218,8 @@ struct Problem {
 
 template <class T>
 struct Tile {
-  int count;  // rows in use; the lanes behind them repeat the last row's limits
+  int count;    // rows in use; the lanes behind them repeat the last row's limits
+  int vectors;  // that products and softmax take: those in use, in pairs all
   int64_t b;
   int64_t head[kTile<T>], row[kTile<T>];
   Int<A<T>> lo[kTile<T>], hi[kTile<T>];  // visible band of each row
@@ -280,7 +281,7 @@ FASTATTN_INLINE void describe(const Problem<T>& problem, int64_t b, int64_t coun
   }
   // A vector without any row sees no key: its scores are not even formed.
   const int last = tile.count - 1, used = int(round_up(count, N<T>));
-  if (used < kTile<T>) tile.hi_min = 0;
+  tile.vectors = kPairs<T> ? NV : used / N<T>;
   for (int r = tile.count; r < kTile<T>; ++r) {
     tile.head[r] = tile.head[last], tile.row[r] = tile.row[last];
     tile.lo[r] = r < used ? tile.lo[last] : 0;
@@ -293,6 +294,11 @@ FASTATTN_INLINE void describe(const Problem<T>& problem, int64_t b, int64_t coun
   if (problem.has_dropout())
     for (int r = tile.count; r < kTile<T>; ++r)
       tile.key1[r] = tile.key1[last], tile.key2[r] = tile.key2[last];
+}
+// Has the scores of vectors without rows hidden, for those who read them all.
+template <class T>
+inline void hide_unused(Tile<T>& tile) {
+  if (tile.count <= (NV - 1) * N<T>) tile.hi_min = 0;
 }
 // Rows [first, first + kTile) of one query head.
 template <class T>

@@ -34,17 +34,13 @@ FASTATTN_INLINE Vector finite_or_zero(Vector m) {
 
 // Moves the reference to cover the scores of keys [from, to) and rescales what has been summed.
 template <class T>
-inline void raise_reference(const Problem<T>& problem, const Scores<T>& s, int64_t from, int64_t to,
-                            State<T>& state) {
-  V<T> top[NV];
-#pragma GCC unroll 4
-  for (int v = 0; v < NV; ++v) top[v] = V<T>{} - kInf<T>;
+inline void raise_reference(const Problem<T>& problem, const Tile<T>& tile, const Scores<T>& s, int64_t from,
+                            int64_t to, State<T>& state) {
   const A<T>* rows = s.row(from);
-  for (int64_t j = 0; j < to - from; ++j)
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) top[v] = maximum(top[v], load(rows + j * kTile<T> + v * N<T>));
-  for (int v = 0; v < NV; ++v) {
-    V<T> reference = maximum(state.reference[v], ceil(top[v] * s.factor));
+  for (int v = 0; v < tile.vectors; ++v) {
+    V<T> top = V<T>{} - kInf<T>;
+    for (int64_t j = 0; j < to - from; ++j) top = maximum(top, load(rows + j * kTile<T> + v * N<T>));
+    V<T> reference = maximum(state.reference[v], ceil(top * s.factor));
     if (state.started && any(reference != state.reference[v])) {
       V<T> alpha = exp2<>(state.reference[v] - finite_or_zero(reference));
       state.sum[v] *= alpha;
@@ -63,25 +59,25 @@ inline void raise_reference(const Problem<T>& problem, const Scores<T>& s, int64
   }
 }
 
-// P^T of keys [from, to): into `weights` as pairs, or over the scores.
-template <class T>
-inline void weigh(const Problem<T>& problem, const Tile<T>& tile, const Scores<T>& s, int64_t from,
-                  int64_t to, E<T>* weights, const State<T>& state, Added<T>& added) {
+// P^T of keys [from, to), for kVectors vectors of the tile: into `weights` as pairs, or over the scores.
+template <int kVectors, class T>
+inline void weigh_vectors(const Problem<T>& problem, const Tile<T>& tile, const Scores<T>& s, int64_t from,
+                          int64_t to, E<T>* weights, const State<T>& state, Added<T>& added) {
   constexpr int kDegree = kPairs<T> ? 3 : 6;  // a weight in a pair is rounded to bf16
-  V<T> shift[NV], sum[NV], top[NV];
+  V<T> shift[kVectors], sum[kVectors], top[kVectors];
 #pragma GCC unroll 4
-  for (int v = 0; v < NV; ++v)
+  for (int v = 0; v < kVectors; ++v)
     shift[v] = finite_or_zero(state.reference[v]), sum[v] = added.sum[v], top[v] = added.top[v];
   const bool dropout = problem.has_dropout();
   const A<T> factor = s.factor;
   A<T>* rows = s.row(from);
   constexpr int kUnroll = kPairs<T> ? 2 : 1;
   for (int64_t j = from; j < to; j += kUnroll) {
-    V<T> p[kUnroll][NV];
+    V<T> p[kUnroll][kVectors];
 #pragma GCC unroll 2
     for (int u = 0; u < kUnroll; ++u)
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) {
+      for (int v = 0; v < kVectors; ++v) {
         V<T> score = load(rows + (j - from + u) * kTile<T> + v * N<T>);
         top[v] = maximum(top[v], score);
         p[u][v] = exp2<kDegree>(score * factor - shift[v]);
@@ -91,9 +87,9 @@ inline void weigh(const Problem<T>& problem, const Tile<T>& tile, const Scores<T
 #pragma GCC unroll 2
       for (int u = 0; u < kUnroll; ++u)
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; ++v) p[u][v] *= dropout_keep(problem, tile, v, s.block_begin + j + u);
+        for (int v = 0; v < kVectors; ++v) p[u][v] *= dropout_keep(problem, tile, v, s.block_begin + j + u);
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) {
+    for (int v = 0; v < kVectors; ++v) {
       if constexpr (kPairs<T>)
         store_pair(weights + j * kTile<T> + v * 2 * N<T>, p[0][v], p[1][v]);
       else
@@ -101,7 +97,15 @@ inline void weigh(const Problem<T>& problem, const Tile<T>& tile, const Scores<T
     }
   }
 #pragma GCC unroll 4
-  for (int v = 0; v < NV; ++v) added.sum[v] = sum[v], added.top[v] = top[v];
+  for (int v = 0; v < kVectors; ++v) added.sum[v] = sum[v], added.top[v] = top[v];
+}
+template <class T>
+inline void weigh(const Problem<T>& problem, const Tile<T>& tile, const Scores<T>& s, int64_t from,
+                  int64_t to, E<T>* weights, const State<T>& state, Added<T>& added) {
+  if (!kPairs<T> && tile.vectors == 1)
+    weigh_vectors<1>(problem, tile, s, from, to, weights, state, added);
+  else
+    weigh_vectors<NV>(problem, tile, s, from, to, weights, state, added);
 }
 // Takes over what a block added; false where a score exceeds the headroom, or is too large for this, and the
 // block must be weighed again.
@@ -120,7 +124,7 @@ template <class T>
 inline void weigh_again(const Problem<T>& problem, const Tile<T>& tile, Scores<T>& s, E<T>* weights,
                         State<T>& state) {
   s.apply_factor();
-  raise_reference(problem, s, s.span.begin, s.span.end, state);
+  raise_reference(problem, tile, s, s.span.begin, s.span.end, state);
   Added<T> added;
   added.clear();
   weigh(problem, tile, s, s.span.begin, s.span.end, weights, state, added);

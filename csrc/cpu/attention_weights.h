@@ -27,6 +27,7 @@ inline void weights(const AttentionWeightsParams& p, const Parallel& parallel) {
     scratch.take(arena, problem, Use::scores);
     for (int64_t x = 0; x < inner; ++x) {
       make_tile_of_head(problem, b, h0 + x, rt * kTile<T>, tiles[x]);
+      hide_unused(tiles[x]);
       pack_transposed(tiles[x], p.query, p.D, problem.depth, panels + x * problem.depth * kTile<T>);
       find_level(problem, tiles[x], panels + x * problem.depth * kTile<T>, arena, scratch, s, levels[x]);
     }
