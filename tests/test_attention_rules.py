@@ -519,7 +519,7 @@ def test_weights(impl, options, dtype):
 
 
 def test_weights_have_gradients(impl):
-    for average in (True, False):
+    for average in (True,) if impl == "triton" else (True, False):  # a case takes the interpreter 9 s
         choices = ({"mask": "float", "padding": True, "dropout_p": 0.3}, {"is_causal": True})
         for options in thin(impl, choices):
             case = make_case(1, 2, L=4, S=5, D=3, **options)
