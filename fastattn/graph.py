@@ -232,7 +232,8 @@ class Graph:
         self._csr = csr
         self._csc = csc
         self._vectors: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._plain: bool | None = None
+        # Calls of aggregate() that were found to need no check of this graph again.
+        self._forms: dict[object, object] = {}
         # What others make of this graph and want again at their next call, such as its self-loops.
         self._derived: dict[object, object] = {}
 
@@ -289,7 +290,7 @@ class Graph:
 
     def __getstate__(self) -> dict[str, object]:
         # What loads it may put it on another device.
-        return self.__dict__ | {"_plain": None}
+        return self.__dict__ | {"_forms": {}}
 
     @property
     def device(self) -> torch.device:
@@ -298,9 +299,7 @@ class Graph:
     @property
     def is_plain(self) -> bool:
         """Whether all of it are dense CPU tensors and nothing more, as ops._common has it."""
-        if self._plain is None:
-            self._plain = all(t is None or (type(t) is Tensor and is_plain(t)) for t in self._csr[:3])
-        return self._plain
+        return all(t is None or (type(t) is Tensor and is_plain(t)) for t in self._csr[:3])
 
     @property
     def csr(self) -> Compressed:

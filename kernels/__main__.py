@@ -247,7 +247,7 @@ def compile_aggregation(case: Case) -> None:
             aggregation.aggregate_sum(x, *edges, weight, scale, scale, arg, of_rows)
             aggregation.edge_dot(x, x, *edges, scale, scale, arg, of_rows, H > 1)
     for minimum in (False, True):
-        aggregation.aggregate_max(x, *edges, weight, minimum)
+        aggregation.aggregate_max(x, *edges, weight, minimum, return_arg=not minimum)
 
 
 def compile_graph_attention(case: Case) -> None:

@@ -112,11 +112,12 @@ def _store_extreme(best, place, perm, out, arg, at, mask, MINIMUM: tl.constexpr)
     best = tl.where(none, 0.0, best)
     if MINIMUM:
         best = tl.where(none, best, -best)
-    number = place
-    if perm is not None:
-        number = tl.load(perm + place, mask=mask & ~none, other=-1)
     tl.store(out + at, best.to(out.dtype.element_ty), mask=mask)
-    tl.store(arg + at, tl.where(none, -1, number).to(arg.dtype.element_ty), mask=mask)
+    if arg is not None:
+        number = place
+        if perm is not None:
+            number = tl.load(perm + place, mask=mask & ~none, other=-1)
+        tl.store(arg + at, tl.where(none, -1, number).to(arg.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -128,7 +129,7 @@ def _max(
     """The largest message of each row, and the number of its edge; minima are maxima of negative messages."""
     CUT: tl.constexpr = part_values is not None
     WIDE: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
-    PLACE: tl.constexpr = arg.dtype.element_ty
+    PLACE: tl.constexpr = col.dtype.element_ty
     NOWHERE: tl.constexpr = 2**31 - 1 if PLACE == tl.int32 else 2**63 - 1
     item, h, other = pairs_of(items, H, ROWS)
     b, channel = other % B, other // B * CHANNELS + tl.arange(0, CHANNELS)
@@ -314,12 +315,13 @@ def sum_over_rows(
 
 def aggregate_max(
     x: Tensor, rowptr: Tensor, col: Tensor, perm: Tensor | None, num_cols: int, edge_weight: Tensor | None,
-    minimum: bool,
+    minimum: bool, return_arg: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check_features("x", x, (None, num_cols, None, None))
     edges, (B, _, H, F) = Edges(rowptr, col, perm), x.shape
     weight, weight_stride = _check_weight(x.dtype, edge_weight, edges.count, H)
-    out, arg = x.new_empty(B, edges.rows, H, F), col.new_empty(B, edges.rows, H, F)
+    out = x.new_empty(B, edges.rows, H, F)
+    arg = col.new_empty(out.shape if return_arg else 0)
     per_head = weight is not None and weight.shape[1] > 1
     (x,) = _without_heads(per_head, x)
     _, _, H, F = x.shape
@@ -329,7 +331,7 @@ def aggregate_max(
         "part_places": edges.empty_parts(B, H, F, dtype=col.dtype),
     }
     tiles = -(-F // tile.CHANNELS)
-    arguments = {"out": out, "arg": arg, "B": B, "MINIMUM": minimum, "F": F}
+    arguments = {"out": out, "arg": arg if return_arg else None, "B": B, "MINIMUM": minimum, "F": F}
     edges.launch_rows(
         _max, tile, H, B * tiles, parts, x=x, x_stride=_strides(x), weight=weight,
         weight_stride=weight_stride, **arguments,

@@ -74,6 +74,14 @@ def random_edges(N, M, E, generator, order="random") -> torch.Tensor:
     return edge_index[:, edge_index[0].argsort(stable=True)] if order == "by source" else edge_index
 
 
+def hub_graph(N, E):
+    generator = torch.Generator().manual_seed(5)
+    edge_index = torch.randint(N, (2, E), generator=generator)
+    edge_index[:, torch.randperm(E, generator=generator)[: E // 2]] = torch.tensor([[1], [2]])
+    edge_index[0, torch.randperm(E, generator=generator)[: E // 3]] = 7
+    return edge_index
+
+
 def make_case(
     N=13, M=None, E=60, F=5, *, H=None, weight_heads=None, batch=(), reduce="sum", dtype=torch.float64,
     weighted=False, order="random", edge_index=None, seed=0,

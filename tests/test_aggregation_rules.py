@@ -7,7 +7,17 @@ import aggregation_cases
 import operator_checks
 import pytest
 import torch
-from aggregation_cases import DTYPES, REDUCES, call, check, exact, make_case, random_edges, require_kernels
+from aggregation_cases import (
+    DTYPES,
+    REDUCES,
+    call,
+    check,
+    exact,
+    hub_graph,
+    make_case,
+    random_edges,
+    require_kernels,
+)
 from attention_cases import choices
 from operator_checks import assert_same, fewer
 
@@ -192,14 +202,6 @@ def test_modes_give_the_same_bits(impl):
             assert_same(call(case, impl, graph), expected)
 
 
-def hub_graph(N, E):
-    generator = torch.Generator().manual_seed(5)
-    edge_index = torch.randint(N, (2, E), generator=generator)
-    edge_index[:, torch.randperm(E, generator=generator)[: E // 2]] = torch.tensor([[1], [2]])
-    edge_index[0, torch.randperm(E, generator=generator)[: E // 3]] = 7
-    return edge_index
-
-
 def test_repeatable_for_any_number_of_threads(impl):
     N, E = fewer(impl, (3000, 40000), (100, 1500))
     edge_index = hub_graph(N, E)
@@ -360,7 +362,10 @@ def test_registered_ops_refuse_what_does_not_fit():
     rowptr, col = good["rowptr"], good["col"]
     wrong = {
         "num_cols": [12, 14, -1],
-        "x": [torch.randn(13, 3, 5), torch.randn(2, 12, 3, 5), torch.zeros(2, 13, 3, 5, dtype=torch.int32)],
+        "x": [
+            torch.randn(13), torch.randn(1, 2, 13, 3, 5), torch.randn(2, 12, 3, 5),
+            torch.zeros(2, 13, 3, 5, dtype=torch.int32),
+        ],
         "rowptr": [
             rowptr[:0], rowptr.int(), rowptr + 1, rowptr[:-3], rowptr[None],
             torch.cat([rowptr, rowptr[-1:] + 1]),
@@ -381,7 +386,7 @@ def test_registered_ops_refuse_what_does_not_fit():
             if name in arguments_of_max:
                 common = {n: good[n] for n in arguments_of_max} | {name: value}
                 with pytest.raises(RuntimeError, match="must"):
-                    torch.ops.fastattn.aggregate_max(**common, minimum=False)
+                    torch.ops.fastattn.aggregate_max(**common, minimum=False, return_arg=True)
             if name in ("rowptr", "col", "perm", "num_cols", "row_scale", "col_scale"):
                 common = {n: v for n, v in good.items() if n not in ("x", "edge_weight")} | {name: value}
                 with pytest.raises(RuntimeError, match="must"):

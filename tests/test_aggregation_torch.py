@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.utils.checkpoint
-from aggregation_cases import REDUCES, call, make_case, require_kernels
+from aggregation_cases import REDUCES, call, hub_graph, make_case, require_kernels
 from operator_checks import assert_same, check_compiled_of_parts, negated
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -68,7 +68,7 @@ def test_scales_of_the_op_have_gradients():
     x, w = torch.randn(2, 5, 3, 2, dtype=torch.float64), torch.randn(9, 3, dtype=torch.float64)
     rows, cols = torch.rand(6, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
     a = torch.randn(2, 6, 3, 2, dtype=torch.float64)
-    _, arg = torch.ops.fastattn.aggregate_max(x, *graph.csr, None, False)
+    _, arg = torch.ops.fastattn.aggregate_max(x, *graph.csr, None, False, True)
     for wanted in itertools.product((False, True), repeat=4):
         if not any(wanted):
             continue
@@ -100,28 +100,68 @@ def test_gradient_is_not_needed_where_none_is_asked_for(impl):
         assert (graph._csc is not None) == (built and impl == "cpu")
 
 
-@pytest.mark.parametrize("reduce", ("sum", "sym", "both", "max", "min"))
-def test_features_alone_are_differentiated_like_the_reference(reduce):
-    """(N, F) without weights has a shorter way to the kernels and back."""
+@pytest.mark.parametrize("form", ("(N, F)", "(B, N, F)", "(E,)", "(B, N, F), (E,)", "(E, H)", "(E, 1)"))
+@pytest.mark.parametrize("reduce", ("sum", "mean", "sym", "both", "max", "min"))
+def test_the_short_way_is_differentiated_like_the_reference(reduce, form):
+    """Dense tensors on the CPU have a shorter way to the kernels and back."""
     require_kernels("cpu")
     graph = make_case(7, E=20).graph()
-    x = torch.nn.Parameter(torch.randn(4, 7, dtype=torch.float64).T)
-    run = lambda x, impl="cpu": aggregate(x, graph, reduce, impl=impl)  # noqa: E731
-    assert torch.autograd.gradcheck(run, x, check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(run, x, check_batched_grad=True)
-    expected = torch.autograd.grad(run(x, "reference").relu().square().sum(), x)
-    out = run(x)
-    grads = torch.autograd.grad(out.relu_().square().sum(), x)  # the output may be changed in place
+    shape = (3, 4, 7) if "H" in form or "1" in form else (4, 7, 2) if "B" in form else (4, 7)
+    x = torch.nn.Parameter(torch.randn(shape, dtype=torch.float64).transpose(-1, 0))
+    weight = torch.rand(20, 4 if "H" in form else 1, dtype=torch.float64)
+    weight = None if "E" not in form else weight.requires_grad_() if "E, " in form else weight[:, 0]
+    inputs = (x,) if weight is None else (x, weight.requires_grad_())
+    run = lambda x, weight=None, impl="cpu": aggregate(x, graph, reduce, edge_weight=weight, impl=impl)  # noqa: E731
+    assert torch.autograd.gradcheck(run, inputs, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(run, inputs, check_batched_grad=True)
+    expected_out = run(*inputs, impl="reference")
+    expected = torch.autograd.grad(expected_out.relu().square().sum(), inputs)
+    out = run(*inputs)
+    torch.testing.assert_close(out, expected_out)
+    before = out.detach().clone()
+    grads = torch.autograd.grad(out.relu_().square().sum(), inputs)  # the output may be changed in place
     torch.testing.assert_close(grads, expected)
-    expanded = torch.autograd.grad(run(x).sum(), x)  # a gradient without memory of its own
-    torch.testing.assert_close(expanded, torch.autograd.grad(run(x, "reference").sum(), x))
-    assert not run(x.detach()).requires_grad
+    for n, leaf in enumerate(inputs):  # one of them alone
+        alone = [t if t is leaf else t.detach() for t in inputs]
+        (grad,) = torch.autograd.grad(run(*alone).relu().square().sum(), leaf)
+        assert torch.equal(grad, grads[n])
+    expanded = torch.autograd.grad(run(*inputs).sum(), inputs)  # a gradient without memory of its own
+    torch.testing.assert_close(expanded, torch.autograd.grad(run(*inputs, impl="reference").sum(), inputs))
+    with torch.no_grad():
+        assert torch.equal(run(*inputs), before)
     with torch.inference_mode():
-        inferred = run(x)
-    assert torch.equal(inferred, run(x.detach()))
+        assert torch.equal(run(*inputs), before)
+    assert bool(graph._forms) == (reduce != "sym" or weight is None)  # that way was taken
     moved = Graph(graph.edge_index(), size=(7, 7))
     assert moved.is_plain and not moved.to("meta").is_plain
-    assert pickle.loads(pickle.dumps(moved))._plain is None
+    assert pickle.loads(pickle.dumps(graph))._forms == {}
+
+
+@pytest.mark.parametrize("options", ({}, {"weighted": True}, {"H": 3}), ids=str)
+@pytest.mark.parametrize("reduce", ("max", "min"))
+def test_extremes_without_their_edges(impl, reduce, options):
+    """What no gradient needs is not written, and the values are the same bits."""
+    for F in (1, 3, 16, 20, 33, 64, 130) if impl == "cpu" else (3,):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            case = make_case(300, F=F, edge_index=hub_graph(300, 1500), dtype=dtype, reduce=reduce, **options)
+            x = (case.x * 2).round()
+            x[5], x[7, ..., :1] = torch.nan, -0.0
+            arguments = x, case.graph(), reduce
+            weight = case.edge_weight
+            with torch.no_grad():
+                bare = aggregate(*arguments, edge_weight=weight, impl=impl)
+            kept = aggregate(x.clone().requires_grad_(), *arguments[1:], edge_weight=weight, impl=impl)
+            assert torch.equal(bare.view(torch.uint8), kept.detach().view(torch.uint8))
+    if impl == "reference":
+        return
+    graph = case.graph()
+    x = torch.randn(1, 300, 1, 4, requires_grad=True)
+    out, arg = torch.ops.fastattn.aggregate_max(x, *graph.csr, None, reduce == "min", False)
+    assert arg.shape == (0,) and arg.dtype == graph.col.dtype
+    both = torch.ops.fastattn.aggregate_max(x, *graph.csr, None, reduce == "min", True)
+    assert torch.equal(out, both[0]) and both[1].shape == out.shape
+    grad = torch.randn_like(out)
+    assert torch.equal(*(torch.autograd.grad(o, x, grad)[0] for o in (out, both[0])))
 
 
 # torch.func
@@ -171,7 +211,7 @@ def test_vmap_over_graphs_and_scales():
     torch.testing.assert_close(torch.vmap(scaled)(rows), torch.stack([scaled(r) for r in rows]))
 
     def on_graph(col, perm):
-        return torch.ops.fastattn.aggregate_max(x, graph.rowptr, col, perm, 5, None, False)
+        return torch.ops.fastattn.aggregate_max(x, graph.rowptr, col, perm, 5, None, False, True)
 
     each = zip(*[on_graph(*(t[n] for t in many)) for n in range(2)], strict=True)
     torch.testing.assert_close(torch.vmap(on_graph)(*many), tuple(map(torch.stack, each)))
@@ -306,12 +346,13 @@ def test_opcheck():
     weight, shared = torch.randn(9, 3, requires_grad=True), torch.randn(1, 9).T.requires_grad_()
     rows, cols = torch.rand(6, requires_grad=True), torch.rand(5, requires_grad=True)
     ops, csr = torch.ops.fastattn, graph.csr
-    arg = ops.aggregate_max(x.detach(), *csr, None, True)[1]
+    arg = ops.aggregate_max(x.detach(), *csr, None, True, True)[1]
     for op, args in (
         (ops.aggregate_sum, (x, *csr, weight, rows, cols, None, False)),
         (ops.aggregate_sum, (x, csr.ptr, csr.index, None, 5, None, None, None, arg, True)),
-        (ops.aggregate_max, (x, *csr, shared, False)),
-        (ops.aggregate_max, (x.half().detach(), *csr, None, True)),
+        (ops.aggregate_max, (x, *csr, shared, False, True)),
+        (ops.aggregate_max, (x, *csr, shared, False, False)),
+        (ops.aggregate_max, (x.half().detach(), *csr, None, True, False)),
         (ops.edge_dot, (a, x, *csr, rows, cols, arg, True, True)),
         (ops.edge_dot, (a.bfloat16().detach(), x.bfloat16().detach(), *csr, None, None, None, False, False)),
     ):

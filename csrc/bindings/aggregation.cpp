@@ -10,28 +10,51 @@
 namespace fastattn {
 namespace {
 
-// Features (B, nodes, H, F). Kernels read them in rows; anything else is copied.
+// What kernels take is (B, nodes, H, F). B and H may be missing: (nodes, F), (B, nodes, F), or beside weights
+// of several heads (nodes, H, F). So a small call in eager mode does without views around it.
+struct Layout {
+  int64_t dim;
+  std::array<int, 4> place;  // of the tensor's dimensions among the four
+
+  Layout(int64_t dim, bool heads) : dim(dim), place{0, 1, 2, 3} {
+    if (dim == 2) place = {1, 3};
+    if (dim == 3) place = heads ? std::array<int, 4>{1, 2, 3} : std::array<int, 4>{0, 1, 3};
+  }
+};
+
+Tensor in_rows(const Tensor& tensor) {
+  const int64_t last = tensor.dim() - 1;
+  return last < 0 || tensor.size(last) <= 1 || tensor.stride(last) == 1 ? tensor
+                                                                        : torch::stable::contiguous(tensor);
+}
+
+// Kernels read features in rows; anything else is copied.
 struct Features {
   Tensor held;
   Array array;
-  Features(const char* name, const Tensor& tensor) : held(in_rows(tensor)), array(name, held) {
-    STD_TORCH_CHECK(array.dim == 4, name, " must have 4 dimensions (B, N, H, F), got ", array.shape());
+  Layout layout;
+  std::array<int64_t, 4> size{1, 1, 1, 1};
+  View view;
+
+  Features(const char* name, const Tensor& tensor, bool heads = false)
+      : held(in_rows(tensor)), array(name, held), layout(array.dim, heads) {
+    STD_TORCH_CHECK(array.dim >= 2 && array.dim <= 4, name, " must have 4 dimensions (B, N, H, F), got ",
+                    array.shape());
     array.check_dtype({DType::f32, DType::f64, DType::bf16, DType::f16});
-  }
-  static Tensor in_rows(const Tensor& tensor) {
-    const int64_t last = tensor.dim() - 1;
-    return last < 0 || tensor.size(last) <= 1 || tensor.stride(last) == 1 ? tensor
-                                                                          : torch::stable::contiguous(tensor);
+    view = array.view(layout.place);
+    for (int64_t i = 0; i < array.dim; ++i) size[layout.place[i]] = array.size[i];
   }
 };
 
 DType sum_dtype(DType dtype) { return dtype == DType::f64 ? DType::f64 : DType::f32; }
 
-void fill_weight(AggregateParams& p, const MaybeTensor& edge_weight) {
+void fill_weight(AggregateParams& p, const Layout& layout, const MaybeTensor& edge_weight) {
   if (!edge_weight) return;
   const Array weight("edge_weight", *edge_weight);
   weight.check_dtype({p.x.dtype, sum_dtype(p.x.dtype)});
-  if (weight.dim == 2 && weight.size[1] == 1)
+  if (weight.dim == 1 && layout.dim < 4)
+    weight.check_shape({p.graph.edges});
+  else if (weight.dim == 2 && weight.size[1] == 1)
     weight.check_shape({p.graph.edges, 1});
   else
     weight.check_shape({p.graph.edges, p.H});
@@ -49,34 +72,45 @@ struct Scale {
   }
 };
 
-// An edge's number for every feature, of the graph's index dtype.
+// An edge's number for every feature, of the graph's index dtype and with the dimensions that features have.
 struct Selection {
   Tensor held;
   View view;
-  Selection(const MaybeTensor& arg, const GraphView& graph, int64_t B, int64_t nodes, int64_t H, int64_t F) {
+  Selection(const MaybeTensor& arg, const GraphView& graph, const Layout& layout,
+            std::array<int64_t, 4> expected) {
     if (!arg) return;
-    held = Features::in_rows(*arg);
+    held = in_rows(*arg);
     STD_TORCH_CHECK(is_wide("arg", held) == graph.wide, "arg must have the dtype of col");
-    const int64_t expected[] = {B, nodes, H, F};
-    const int64_t *size = held.sizes().data(), *stride = held.strides().data();
-    STD_TORCH_CHECK(held.dim() == 4 && std::equal(expected, expected + 4, size),
-                    "arg must have shape (B, N, H, F) of its nodes");
+    bool fits = held.dim() == layout.dim;
     view.data = held.data_ptr();
-    for (int i = 0; i < 4; ++i) view.stride[i] = size[i] == 1 ? 0 : stride[i];
+    for (int64_t i = 0; fits && i < layout.dim; ++i) {
+      const int place = layout.place[i];
+      fits = held.size(i) == expected[place];
+      view.stride[place] = held.size(i) == 1 ? 0 : held.stride(i);
+    }
+    STD_TORCH_CHECK(fits, "arg must have shape (B, N, H, F) of its nodes");
   }
 };
 
-// (B, N, H, F) of the dtype of x; kernels rely on it being contiguous.
-Tensor allocate_output(const AggregateParams& p) {
+// The size of the result, in the dimensions of x.
+std::array<int64_t, 4> size_of_rows(const AggregateParams& p, const Layout& layout) {
+  const std::array<int64_t, 4> all{p.B, p.graph.rows, p.H, p.F};
+  std::array<int64_t, 4> size{};
+  for (int64_t i = 0; i < layout.dim; ++i) size[i] = all[layout.place[i]];
+  return size;
+}
+
+// Of the dtype of x; kernels rely on it being contiguous.
+Tensor allocate_output(const AggregateParams& p, const Layout& layout) {
   const int64_t bytes = p.x.dtype == DType::f64 ? 8 : p.x.dtype == DType::f32 ? 4 : 2;
-  return in_huge_pages(allocate_contiguous(p.x.dtype, {p.B, p.graph.rows, p.H, p.F}), bytes);
+  return in_huge_pages(allocate_contiguous(p.x.dtype, size_of_rows(p, layout).data(), layout.dim), bytes);
 }
 View contiguous_view(const Tensor& tensor, DType dtype) { return {tensor.data_ptr(), dtype, {0, 0, 0, 0}}; }
 
 void fill_features(AggregateParams& p, const GraphArrays& graph, const Features& x, int64_t num_cols) {
   p.graph = graph.view;
-  p.B = x.array.size[0], p.M = x.array.size[1], p.H = x.array.size[2], p.F = x.array.size[3];
-  p.x = x.array.view();
+  p.B = x.size[0], p.M = x.size[1], p.H = x.size[2], p.F = x.size[3];
+  p.x = x.view;
   check_nodes("x", p.M, num_cols);
 }
 
@@ -84,18 +118,18 @@ Tensor aggregate_sum(const Tensor& x_, const Tensor& rowptr, const Tensor& col, 
                      int64_t num_cols, const MaybeTensor& edge_weight, const MaybeTensor& row_scale_,
                      const MaybeTensor& col_scale_, const MaybeTensor& arg_, bool arg_of_rows) {
   const GraphArrays graph(rowptr, col, perm);
-  const Features x("x", x_);
+  const Features x("x", x_, edge_weight && edge_weight->dim() == 2);
   AggregateSumParams p{};
   fill_features(p, graph, x, num_cols);
-  fill_weight(p, edge_weight);
+  fill_weight(p, x.layout, edge_weight);
   const Scale row_scale("row_scale", row_scale_, sum_dtype(p.x.dtype), p.graph.rows);
   const Scale col_scale("col_scale", col_scale_, sum_dtype(p.x.dtype), p.M);
-  const Selection arg(arg_, p.graph, p.B, arg_of_rows ? p.graph.rows : p.M, p.H, p.F);
+  const Selection arg(arg_, p.graph, x.layout, {p.B, arg_of_rows ? p.graph.rows : p.M, p.H, p.F});
   p.row_scale = row_scale.data;
   p.col_scale = col_scale.data;
   p.arg = arg.view;
   p.arg_of_rows = arg_of_rows;
-  Tensor out = allocate_output(p);
+  Tensor out = allocate_output(p, x.layout);
   p.out = contiguous_view(out, p.x.dtype);
   if (out.numel() > 0) aggregation_kernels().sum(p, torch_parallel());
   return out;
@@ -103,17 +137,20 @@ Tensor aggregate_sum(const Tensor& x_, const Tensor& rowptr, const Tensor& col, 
 
 std::tuple<Tensor, Tensor> aggregate_max(const Tensor& x_, const Tensor& rowptr, const Tensor& col,
                                          const MaybeTensor& perm, int64_t num_cols,
-                                         const MaybeTensor& edge_weight, bool minimum) {
+                                         const MaybeTensor& edge_weight, bool minimum, bool return_arg) {
   const GraphArrays graph(rowptr, col, perm);
-  const Features x("x", x_);
+  const Features x("x", x_, edge_weight && edge_weight->dim() == 2);
   AggregateMaxParams p{};
   fill_features(p, graph, x, num_cols);
-  fill_weight(p, edge_weight);
+  fill_weight(p, x.layout, edge_weight);
   p.minimum = minimum;
-  Tensor out = allocate_output(p);
-  Tensor arg = in_huge_pages(allocate_index(p.graph.wide, out.sizes().data(), 4), p.graph.wide ? 8 : 4);
+  Tensor out = allocate_output(p, x.layout);
+  const std::array<int64_t, 4> nothing{};
+  const int64_t* size = return_arg ? out.sizes().data() : nothing.data();
+  Tensor arg =
+      in_huge_pages(allocate_index(p.graph.wide, size, return_arg ? x.layout.dim : 1), p.graph.wide ? 8 : 4);
   p.out = contiguous_view(out, p.x.dtype);
-  p.arg = arg.data_ptr();
+  p.arg = return_arg ? arg.data_ptr() : nullptr;
   if (out.numel() > 0) aggregation_kernels().max(p, torch_parallel());
   return {out, arg};
 }
@@ -125,15 +162,15 @@ Tensor edge_dot(const Tensor& a_, const Tensor& b_, const Tensor& rowptr, const 
   const Features a("a", a_), b("b", b_);
   EdgeDotParams p{};
   p.graph = graph.view;
-  p.B = b.array.size[0], p.M = b.array.size[1], p.H = b.array.size[2], p.F = b.array.size[3];
+  p.B = b.size[0], p.M = b.size[1], p.H = b.size[2], p.F = b.size[3];
   const DType dtype = b.array.dtype;
   a.array.check_dtype({dtype}).check_shape({p.B, p.graph.rows, p.H, p.F});
   check_nodes("b", p.M, num_cols);
-  p.a = a.array.view();
-  p.b = b.array.view();
+  p.a = a.view;
+  p.b = b.view;
   const Scale row_scale("row_scale", row_scale_, sum_dtype(dtype), p.graph.rows);
   const Scale col_scale("col_scale", col_scale_, sum_dtype(dtype), p.M);
-  const Selection arg(arg_, p.graph, p.B, arg_of_rows ? p.graph.rows : p.M, p.H, p.F);
+  const Selection arg(arg_, p.graph, b.layout, {p.B, arg_of_rows ? p.graph.rows : p.M, p.H, p.F});
   p.row_scale = row_scale.data;
   p.col_scale = col_scale.data;
   p.arg = arg.view;

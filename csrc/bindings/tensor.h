@@ -112,10 +112,11 @@ struct Array {
     return *this;
   }
 
-  // Strides of dimensions of size 1 become 0, so that they broadcast.
-  View view() const {
+  // Strides of dimensions of size 1 become 0, so that they broadcast. Dimension i is number place[i] of the
+  // view.
+  View view(const std::array<int, 4>& place = {0, 1, 2, 3}) const {
     View v{data, dtype, {0, 0, 0, 0}};
-    for (int64_t i = 0; i < dim; ++i) v.stride[i] = size[i] == 1 ? 0 : stride[i];
+    for (int64_t i = 0; i < dim; ++i) v.stride[place[i]] = size[i] == 1 ? 0 : stride[i];
     return v;
   }
 };

@@ -24,7 +24,9 @@ void sum_of_types(const AggregateSumParams& p, const Parallel& parallel) {
   with_types(p.x, p.graph, [&]<class T, class I>(T, I) { sum<T, I>(p, parallel); });
 }
 void max_of_types(const AggregateMaxParams& p, const Parallel& parallel) {
-  with_types(p.x, p.graph, [&]<class T, class I>(T, I) { max_over_edges<T, I>(p, parallel); });
+  with_types(p.x, p.graph, [&]<class T, class I>(T, I) {
+    p.arg ? max_over_edges<T, I, true>(p, parallel) : max_over_edges<T, I, false>(p, parallel);
+  });
 }
 void dot_of_types(const EdgeDotParams& p, const Parallel& parallel) {
   with_types(p.a, p.graph, [&]<class T, class I>(T, I) { edge_dot<T, I>(p, parallel); });

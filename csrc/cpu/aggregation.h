@@ -32,7 +32,7 @@ struct AggregateSumParams : AggregateParams {
 struct AggregateMaxParams : AggregateParams {
   bool minimum;
   View out;   // (B, N, H, F) of T, contiguous
-  void* arg;  // likewise, index
+  void* arg;  // likewise, index; null = not wanted
 };
 
 // out[e, h] = row_scale[n] col_scale[m] sum_b,f a[b, n, h, f] b[b, m, h, f], with `arg` over those f where

@@ -16,7 +16,7 @@ struct MaxTask {
   const Int<A<T>>* number;  // likewise: the caller's number of the edge, or its place in the chunk
   A<T> sign;
   T* out;  // row n at n * out_stride
-  I* arg;  // likewise
+  I* arg;  // likewise, or null: then `number` and the partial args are null too
   int64_t out_stride;
   A<T>*head, *tail;  // of divided rows
   I *head_arg, *tail_arg;
@@ -26,7 +26,7 @@ struct MaxTask {
 template <class T, class I>
 constexpr bool kNumbersFit = sizeof(I) <= sizeof(A<T>);
 
-template <class A>
+template <class A, bool kArg>
 FASTATTN_INLINE void take_larger(Vec<A>& best, Vec<Int<A>>& arg, Vec<A> x, Int<A> number) {
   // Larger, or the first NaN: not (x <= best) unless best is one already.
 #if defined(__AVX512F__)
@@ -34,17 +34,17 @@ FASTATTN_INLINE void take_larger(Vec<A>& best, Vec<Int<A>>& arg, Vec<A> x, Int<A
     __mmask16 better = _mm512_cmp_ps_mask((__m512)best, (__m512)best, _CMP_ORD_Q);
     better = _mm512_mask_cmp_ps_mask(better, (__m512)x, (__m512)best, _CMP_NLE_UQ);
     best = (Vec<A>)_mm512_mask_mov_ps((__m512)best, better, (__m512)x);
-    arg = (Vec<Int<A>>)_mm512_mask_mov_epi32((__m512i)arg, better, _mm512_set1_epi32(number));
+    if (kArg) arg = (Vec<Int<A>>)_mm512_mask_mov_epi32((__m512i)arg, better, _mm512_set1_epi32(number));
   } else {
     __mmask8 better = _mm512_cmp_pd_mask((__m512d)best, (__m512d)best, _CMP_ORD_Q);
     better = _mm512_mask_cmp_pd_mask(better, (__m512d)x, (__m512d)best, _CMP_NLE_UQ);
     best = (Vec<A>)_mm512_mask_mov_pd((__m512d)best, better, (__m512d)x);
-    arg = (Vec<Int<A>>)_mm512_mask_mov_epi64((__m512i)arg, better, _mm512_set1_epi64(number));
+    if (kArg) arg = (Vec<Int<A>>)_mm512_mask_mov_epi64((__m512i)arg, better, _mm512_set1_epi64(number));
   }
 #else
   const Vec<Int<A>> better = (x > best) | ((x != x) & (best == best));
   best = better ? x : best;
-  arg = better ? Vec<Int<A>>{} + number : arg;
+  if (kArg) arg = better ? Vec<Int<A>>{} + number : arg;
 #endif
 }
 
@@ -69,10 +69,10 @@ FASTATTN_INLINE Vec<A<T>> message(const MaxTask<T, I>& t, const Tile& tile, int6
   return kWeighted ? t.weight[i] * x : x;
 }
 
-template <class T, class I, int V, bool kWeighted>
+template <class T, class I, int V, bool kWeighted, bool kArg>
 FASTATTN_INLINE void finish_max(const MaxTask<T, I>& t, const Tile& tile, int64_t row, RowPart part,
                                 const Vec<A<T>> (&best)[V], const Vec<Int<A<T>>> (&arg)[V]) {
-  I* arg_row = t.arg + row * t.out_stride;
+  I* arg_row = kArg ? t.arg + row * t.out_stride : nullptr;
   if (part == RowPart::whole) {
     T* out_row = t.out + row * t.out_stride;
     for (int v = 0; v < V; ++v)
@@ -82,10 +82,10 @@ FASTATTN_INLINE void finish_max(const MaxTask<T, I>& t, const Tile& tile, int64_
     arg_row = part == RowPart::head ? t.head_arg : t.tail_arg;
     for (int v = 0; v < V; ++v) store_features<V>(partial + vector_at<V, T>(tile, v), t.F, best[v]);
   }
-  for (int v = 0; v < V; ++v) store_arg<V>(t, arg_row + vector_at<V, T>(tile, v), arg[v]);
+  for (int v = 0; kArg && v < V; ++v) store_arg<V>(t, arg_row + vector_at<V, T>(tile, v), arg[v]);
 }
 
-template <class T, class I, int V, bool kWeighted>
+template <class T, class I, int V, bool kWeighted, bool kArg>
 __attribute__((noinline)) void max_tiles(const MaxTask<T, I>& t, const Tiles tiles) {
   const int64_t ahead = edges_ahead<T>(V), first = t.chunk.from.edge;
   for (RowCursor at(t.chunk.split, t.chunk.from, t.chunk.to); at.next_with_edges();)
@@ -97,18 +97,19 @@ __attribute__((noinline)) void max_tiles(const MaxTask<T, I>& t, const Tiles til
       const int64_t end = at.end - first;
       for (int v = 0; v < V; ++v) {
         best[v] = message<T, I, V, kWeighted>(t, tile, i, v);
-        arg[v] = Vec<Int<A<T>>>{} + t.number[i];
+        if (kArg) arg[v] = Vec<Int<A<T>>>{} + t.number[i];
       }
       for (prefetch<V * N<T>>(t.source[i + ahead - 1] + tile.begin); ++i < end;) {
         prefetch<V * N<T>>(t.source[i + ahead] + tile.begin);
         for (int v = 0; v < V; ++v)
-          take_larger<A<T>>(best[v], arg[v], message<T, I, V, kWeighted>(t, tile, i, v), t.number[i]);
+          take_larger<A<T>, kArg>(best[v], arg[v], message<T, I, V, kWeighted>(t, tile, i, v),
+                                  kArg ? t.number[i] : 0);
       }
-      finish_max<T, I, V, kWeighted>(t, tile, at.row, at.part, best, arg);
+      finish_max<T, I, V, kWeighted, kArg>(t, tile, at.row, at.part, best, arg);
     }
 }
 
-template <class T, class I>
+template <class T, class I, bool kArg>
 void max_over_edges(AggregateMaxParams p, const Parallel& all) {
   if ((!p.edge_weight.data || p.edge_weight.stride[1] == 0) && heads_adjoin(p.x, p.H, p.F)) {
     p.F *= p.H;
@@ -123,7 +124,7 @@ void max_over_edges(AggregateMaxParams p, const Parallel& all) {
   const Nodes<T> nodes(p.x, p.B, p.M, p.H, p.F, N<T>);
   const int64_t partials = p.B * p.H * cuts.slots * p.F;
   Buffer<A<T>> partial(partials);
-  Buffer<I> partial_arg(partials);
+  Buffer<I> partial_arg(kArg ? partials : 0);
   const auto partial_at = [&](int64_t plane, int64_t slot) { return (plane * cuts.slots + slot) * p.F; };
   const auto out_at = [&](int64_t plane) { return (plane / p.H * graph.rows * p.H + plane % p.H) * p.F; };
   T* out = static_cast<T*>(p.out.data);
@@ -136,11 +137,11 @@ void max_over_edges(AggregateMaxParams p, const Parallel& all) {
     const int64_t edges = chunk.edges();
     const int64_t width = p.H * p.F, start = b * graph.rows * width;
     fill_empty_rows(chunk, out + start, width, T{});
-    fill_empty_rows(chunk, arg + start, width, I(-1));
+    if (kArg) fill_empty_rows(chunk, arg + start, width, I(-1));
     const T** source = scope.arena.take<const T*>(edges + kPadding);
     A<T>* weight = weighted ? scope.arena.take<A<T>>(edges) : nullptr;
-    auto* number = scope.arena.take<Int<A<T>>>(edges);
-    for (int64_t i = 0; i < edges; ++i)
+    auto* number = kArg ? scope.arena.take<Int<A<T>>>(edges) : nullptr;
+    for (int64_t i = 0; kArg && i < edges; ++i)
       number[i] = kNumbersFit<T, I> ? Int<A<T>>(edge_number<I>(graph, chunk.from.edge + i)) : Int<A<T>>(i);
     for (int64_t h = 0; h < p.H; ++h) {
       const int64_t plane = b * p.H + h, head = partial_at(plane, cuts.head(k)),
@@ -156,21 +157,21 @@ void max_over_edges(AggregateMaxParams p, const Parallel& all) {
                             number,
                             sign,
                             out + at,
-                            arg + at,
+                            kArg ? arg + at : nullptr,
                             p.H * p.F,
                             partial.data() + head,
                             partial.data() + tail,
-                            partial_arg.data() + head,
-                            partial_arg.data() + tail};
+                            kArg ? partial_arg.data() + head : nullptr,
+                            kArg ? partial_arg.data() + tail : nullptr};
       if (weighted) {
         using Sizes = typename If<kUsual<T, I>, FewWidths, OneWidth>::type;
         for_each_width<T>(Sizes{}, p.F,
-                          [&](const Tiles& tiles, auto V) { max_tiles<T, I, V, true>(t, tiles); });
+                          [&](const Tiles& tiles, auto V) { max_tiles<T, I, V, true, kArg>(t, tiles); });
       } else if constexpr (kUsual<T, I> && kFrequent<T>) {
         // A value and an edge number in registers for each vector.
         using Sizes = typename If<kVectorRegisters == 32, AllWidths, Widths<1, 2, 4>>::type;
         for_each_width<T>(Sizes{}, p.F,
-                          [&](const Tiles& tiles, auto V) { max_tiles<T, I, V, false>(t, tiles); });
+                          [&](const Tiles& tiles, auto V) { max_tiles<T, I, V, false, kArg>(t, tiles); });
       }
     }
   });
@@ -184,13 +185,13 @@ void max_over_edges(AggregateMaxParams p, const Parallel& all) {
         const A<T> x = partial.data()[head + f];
         if (!(x > old || (x != x && old == old))) continue;
         old = x;
-        partial_arg.data()[best + f] = partial_arg.data()[head + f];
+        if (kArg) partial_arg.data()[best + f] = partial_arg.data()[head + f];
       }
     };
     const auto last = [&](int64_t row) {
       const int64_t at = out_at(plane) + row * p.H * p.F;
       for (int64_t f = 0; f < p.F; ++f) round_to(out + at + f, sign * partial.data()[best + f]);
-      std::memcpy(arg + at, partial_arg.data() + best, size_t(p.F) * sizeof(I));
+      if (kArg) std::memcpy(arg + at, partial_arg.data() + best, size_t(p.F) * sizeof(I));
     };
     for_each_divided_row(
         cuts.split, cuts.at.data(), [&](int64_t, int64_t k) { best = partial_at(plane, cuts.tail(k)); }, next,

@@ -5,6 +5,8 @@ sum is a weighted sum over the reversed edges and, for the weights, a dot produc
 derivative of any order is made of the same three kernels.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,9 +15,9 @@ from fastattn.graph import Compressed, Graph, transposed
 from fastattn.ops._common import (
     CPU_KEYS,
     apply_function,
+    are_plain,
     call_in_backward,
     call_op,
-    is_plain,
     is_watched,
     library,
     logical_size,
@@ -25,7 +27,7 @@ from fastattn.ops._common import (
 )
 from fastattn.reference._common import wide_dtype
 
-__all__ = ["aggregate_max", "aggregate_sum", "edge_dot", "plain_max", "plain_sum"]
+__all__ = ["Form", "aggregate_max", "aggregate_sum", "aggregate_rows", "edge_dot"]
 
 # x is (B, N, H, F). The edges of row n are at positions rowptr[n] to rowptr[n + 1] of col, their other ends,
 # and of perm, the caller's edge numbers (None: the positions). num_cols is what the numbers in col were
@@ -34,12 +36,14 @@ __all__ = ["aggregate_max", "aggregate_sum", "edge_dot", "plain_max", "plain_sum
 # caller's order; row_scale and col_scale are vectors over the rows and the other ends, in the dtype of sums.
 # arg, of the shape of the result or of x, restricts the sum to the edges that it names. edge_dot gives the
 # dtype of sums, and weights may be of it beside half precision: what is summed further is not rounded before.
+# Without return_arg the arg of aggregate_max is empty, (0,): what no gradient needs is not written.
 _EDGES = "Tensor rowptr, Tensor col, Tensor? perm, SymInt num_cols"
 _SELECTION = "Tensor? row_scale, Tensor? col_scale, Tensor? arg, bool arg_of_rows"
 
 library.define(f"aggregate_sum(Tensor x, {_EDGES}, Tensor? edge_weight, {_SELECTION}) -> Tensor")
 library.define(
-    f"aggregate_max(Tensor x, {_EDGES}, Tensor? edge_weight, bool minimum) -> (Tensor out, Tensor arg)"
+    f"aggregate_max(Tensor x, {_EDGES}, Tensor? edge_weight, bool minimum, bool return_arg) "
+    "-> (Tensor out, Tensor arg)"
 )
 library.define(f"edge_dot(Tensor a, Tensor b, {_EDGES}, {_SELECTION}, bool per_head) -> Tensor")
 sum_op = torch.ops.fastattn.aggregate_sum.default
@@ -57,7 +61,7 @@ def _(x, rowptr, *args):
 def _(x, rowptr, col, *args):
     B, _, H, F = x.shape
     shape = B, rowptr.shape[0] - 1, H, F
-    return x.new_empty(shape), col.new_empty(shape)
+    return x.new_empty(shape), col.new_empty(shape if args[-1] else 0)
 
 
 @torch.library.register_fake("fastattn::edge_dot", lib=library)
@@ -90,12 +94,12 @@ def aggregate_sum(
 
 def aggregate_max(
     x: Tensor, csr: Compressed, csc: Compressed | None, edge_weight: Tensor | None, minimum: bool
-) -> tuple[Tensor, Tensor]:
-    """``fastattn::aggregate_max`` with its derivative."""
+) -> Tensor:
+    """The values of ``fastattn::aggregate_max`` with their derivative."""
     args = (x, *csr, edge_weight, minimum)
     if needs_function((x, edge_weight)):
-        return apply_function(AggregateMax, *args, *_parts(csc))
-    return call_op(max_op, *args)
+        return apply_function(AggregateMax, *args, *_parts(csc))[0]
+    return call_op(max_op, *args, False)[0]
 
 
 def edge_dot(
@@ -216,7 +220,7 @@ class AggregateSum(torch.autograd.Function):
 class AggregateMax(torch.autograd.Function):
     @staticmethod
     def forward(x, rowptr, col, perm, num_cols, edge_weight, minimum, colptr, row, perm_t):
-        return call_op(max_op, x, rowptr, col, perm, num_cols, edge_weight, minimum)
+        return call_op(max_op, x, rowptr, col, perm, num_cols, edge_weight, minimum, True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -340,81 +344,93 @@ class _Fold:
         return tensor.unflatten(self.out_dim, (self.N, tensor.shape[self.out_dim] // self.N))
 
 
-# The short way of what most calls are: features (N, F) without weights, on the CPU, where nothing but
-# autograd has to see the call. The ops' four dimensions are put around it and taken off again without views
-# that autograd would record, and the graph is handed over as it is: twelve arguments take longer than a small
-# sum.
+# The short way of what most calls are: dense tensors on the CPU, where nothing but autograd has to see the
+# call. Kernels there take the dimensions that x has, without views around it that autograd would record, and
+# the graph is handed over as it is: twelve arguments take longer than a small sum.
 
-_view = torch.ops.aten.view.default._handle.redispatch_boxed
 _sum_boxed = sum_op._handle.redispatch_boxed
 _max_boxed = max_op._handle.redispatch_boxed
 
 
-def _sum_of_rows(x: Tensor, edges: Compressed, row_scale, col_scale, arg: Tensor | None = None) -> Tensor:
-    N, F = x.shape
-    x = _view(CPU_KEYS, x, (1, N, 1, F))
-    out = _sum_boxed(CPU_KEYS, x, *edges, None, row_scale, col_scale, arg, False)
-    return _view(CPU_KEYS, out, (out.shape[1], F))
+class Form(NamedTuple):
+    """What a reduction is to the ops: a sum with scales or, where ``minimum`` is not None, an extreme."""
+
+    row_scale: Tensor | None
+    col_scale: Tensor | None
+    minimum: bool | None
 
 
-def _max_of_rows(x: Tensor, edges: Compressed, minimum: bool) -> tuple[Tensor, Tensor]:
-    N, F = x.shape
-    out, arg = _max_boxed(CPU_KEYS, _view(CPU_KEYS, x, (1, N, 1, F)), *edges, None, minimum)
-    return _view(CPU_KEYS, out, (out.shape[1], F)), arg
+def _four(tensor: Tensor, heads: bool) -> Tensor:
+    """(N, F), (B, N, F) or, beside weights of heads, (N, H, F) as the (B, N, H, F) that the ops are about."""
+    if not heads:
+        tensor = tensor.unsqueeze(-2)
+    return tensor.unsqueeze(0) if tensor.dim() == 3 else tensor
 
 
-def _grad_of_rows(grad: Tensor, graph: Graph, row_scale, col_scale, arg: Tensor | None = None) -> Tensor:
-    if not torch.is_grad_enabled() and grad.__class__ is Tensor and not is_watched() and is_plain(grad):
-        return _sum_of_rows(grad, graph.csc, row_scale, col_scale, arg)
-    grad = grad.unsqueeze(1).unsqueeze(0)
-    return _sum(grad, graph.csc, graph.csr, None, row_scale, col_scale, arg).squeeze(2).squeeze(0)
-
-
-class PlainSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, graph, row_scale, col_scale):
-        ctx.graph, ctx.scales = graph, (col_scale, row_scale)
-        return _sum_of_rows(x, graph.csr, row_scale, col_scale)
+class AggregateRows(torch.autograd.Function):
+    """x (N, F) or (B, N, F), without weights or with (E,); or (N, H, F) with weights (E, H) or (E, 1)."""
 
     @staticmethod
-    def backward(ctx, grad):
-        return _grad_of_rows(grad, ctx.graph, *ctx.scales), None, None, None
-
-
-class PlainMax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, graph, minimum):
-        out, arg = _max_of_rows(x, graph.csr, minimum)
-        ctx.graph = graph
-        ctx.save_for_backward(arg)
+    def forward(ctx, x, edge_weight, graph, form):
+        row_scale, col_scale, minimum = form
+        arg = None
+        if minimum is None:
+            out = _sum_boxed(CPU_KEYS, x, *graph.csr, edge_weight, row_scale, col_scale, None, False)
+        else:
+            out, arg = _max_boxed(CPU_KEYS, x, *graph.csr, edge_weight, minimum, True)
+        ctx.graph, ctx.form, ctx.shape = graph, form, x.shape
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, edge_weight, arg)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        return _grad_of_rows(grad, ctx.graph, None, None, *ctx.saved_tensors), None, None
+        x, weight, arg = ctx.saved_tensors
+        graph, (row_scale, col_scale, _) = ctx.graph, ctx.form
+        wants_x, wants_weight, *_ = ctx.needs_input_grad
+        grad_x = grad_weight = None
+        if wants_x and not (torch.is_grad_enabled() or is_watched()) and are_plain((grad,)):
+            grad_x = _sum_boxed(CPU_KEYS, grad, *graph.csc, weight, col_scale, row_scale, arg, False)
+            wants_x = False
+        if wants_x or wants_weight:
+            heads = weight is not None and weight.dim() == 2
+            grad, x, arg = (None if t is None else _four(t, heads) for t in (grad, x, arg))
+            weights = weight if weight is None or heads else weight.unsqueeze(1)
+        if wants_x:
+            grad_x = _sum(grad, graph.csc, graph.csr, weights, col_scale, row_scale, arg)
+            grad_x = grad_x.reshape(ctx.shape)
+        if wants_weight:
+            per_head = _is_per_head(weights)
+            dot = _dot(grad, x, graph.csr, graph._csc, row_scale, col_scale, arg, True, per_head)
+            grad_weight = dot.to(weight.dtype).reshape(weight.shape)
+        return grad_x, grad_weight, None, None
 
 
 # As in apply_function, without looking for what is known to be absent.
-_apply_sum = super(torch.autograd.Function, PlainSum).apply
-_apply_max = super(torch.autograd.Function, PlainMax).apply
+_apply_rows = super(torch.autograd.Function, AggregateRows).apply
 
 
-def plain_sum(x: Tensor, graph: Graph, row_scale: Tensor | None, col_scale: Tensor | None) -> Tensor:
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _apply_sum(x, graph, row_scale, col_scale)
-    return _sum_of_rows(x, graph.csr, row_scale, col_scale)
+def aggregate_rows(x: Tensor, edge_weight: Tensor | None, graph: Graph, form: Form) -> Tensor:
+    if torch.is_grad_enabled() and (
+        x.requires_grad or (edge_weight is not None and edge_weight.requires_grad)
+    ):
+        return _apply_rows(x, edge_weight, graph, form)
+    row_scale, col_scale, minimum = form
+    if minimum is None:
+        return _sum_boxed(CPU_KEYS, x, *graph._csr, edge_weight, row_scale, col_scale, None, False)
+    return _max_boxed(CPU_KEYS, x, *graph._csr, edge_weight, minimum, False)[0]
 
 
-def plain_max(x: Tensor, graph: Graph, minimum: bool) -> Tensor:
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _apply_max(x, graph, minimum)
-    return _max_of_rows(x, graph.csr, minimum)[0]
+def _max_with_derivative(*args):
+    """As register_autograd has it; the Function always has an arg."""
+    if needs_function([a for a in args if isinstance(a, Tensor)]):
+        *args, return_arg = args
+        out, arg = apply_function(AggregateMax, *args, None, None, None)
+        return out, arg if return_arg else arg.new_empty(0)
+    with torch._C._AutoDispatchBelowAutograd():
+        return max_op(*args)
 
 
-for _name, _op, _function in (
-    ("aggregate_sum", sum_op, AggregateSum),
-    ("aggregate_max", max_op, AggregateMax),
-    ("edge_dot", dot_op, EdgeDot),
-):
-    register_autograd(_name, _op, _function, None, None, None)
+register_autograd("aggregate_sum", sum_op, AggregateSum, None, None, None)
+library.impl("aggregate_max", _max_with_derivative, "Autograd")
+register_autograd("edge_dot", dot_op, EdgeDot, None, None, None)
 _triton.register(library, "aggregation", "aggregate_sum", "aggregate_max", "edge_dot")

@@ -21,7 +21,7 @@ from fastattn._choose import KERNEL_DTYPES
 from fastattn.reference._common import wide_dtype
 
 __all__ = [
-    "CPU_KEYS", "apply_function", "autocast_dtype", "call_in_backward", "call_op", "check_dense",
+    "CPU_KEYS", "apply_function", "are_plain", "autocast_dtype", "call_in_backward", "call_op", "check_dense",
     "check_flags", "integer", "is_plain", "is_watched", "library", "logical_dim", "logical_size", "map_each",
     "needs_function", "number", "register_autograd", "wide_dtype",
 ]  # fmt: skip
@@ -60,7 +60,7 @@ def call_op(op, *args):
     """The op without its derivative: that is the business of whoever calls."""
     if is_compiling():
         return op(*args)
-    if not is_watched() and _are_plain(args):
+    if not is_watched() and are_plain(args):
         # Straight to the CPU kernel where nothing between could matter: a small call costs a third less.
         return op._handle.redispatch_boxed(CPU_KEYS, *args)
     with torch._C._AutoDispatchBelowAutograd():
@@ -73,12 +73,12 @@ def call_in_backward(op, *args):
     autograd.grad(is_grads_batched=True) maps over it without telling anyone but the dispatcher, which so has
     to see whatever is not plain.
     """
-    if not is_compiling() and not is_watched() and _are_plain(args):
+    if not is_compiling() and not is_watched() and are_plain(args):
         return op._handle.redispatch_boxed(CPU_KEYS, *args)
     return op(*args)
 
 
-def _are_plain(args: Sequence) -> bool:
+def are_plain(args: Sequence) -> bool:
     for arg in args:
         if arg is None:
             continue

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from fastattn import _triton
 from fastattn._choose import KERNEL_DTYPES, Request, candidates, choose
 from fastattn.graph import Ends, Graph, _check_size, as_graph
 from fastattn.ops import _aggregation_autograd as fused
@@ -117,7 +118,7 @@ def _run(call: _Prepared, implementation: str) -> Tensor:
         if implementation == "reference":
             out, _ = reference.aggregate_max(x, *csr, weight, reduce == "min")
         else:
-            out, _ = fused.aggregate_max(x, csr, csc, weight, reduce == "min")
+            out = fused.aggregate_max(x, csr, csc, weight, reduce == "min")
     elif reduce != "sym" or weight is None:
         out = summed(x, weight, *_scales(graph, reduce, wide))
     else:
@@ -142,23 +143,47 @@ def _scales(graph: Graph, reduce: str, dtype: torch.dtype) -> tuple[Tensor | Non
     return row and graph._vector(row, dtype), col and graph._vector(col, dtype)
 
 
-def _is_common(x) -> bool:
-    """Whether the short way may be asked for, as far as the features go: see _aggregation_autograd.py."""
+def _is_simple(x, graph: Graph, edge_weight) -> bool:
+    """Whether this may go the short way of _aggregation_autograd.py, as far as the tensors go."""
+    kind = x.__class__
+    if not ((kind is Tensor or kind is torch.nn.Parameter) and is_plain(x)):
+        return False
+    dims, node = x.dim(), -2
+    if edge_weight is not None:
+        kind = edge_weight.__class__
+        if not (
+            (kind is Tensor or kind is torch.nn.Parameter)
+            and is_plain(edge_weight)
+            and edge_weight.dtype == x.dtype
+            and 1 <= edge_weight.dim() <= 2
+            and edge_weight.size(0) == graph.num_edges
+        ):
+            return False
+        if edge_weight.dim() == 2:
+            if not (dims == 3 and edge_weight.size(1) in (1, x.size(1))):
+                return False
+            node = 0
     return (
-        not is_compiling()
-        and (x.__class__ is Tensor or x.__class__ is torch.nn.Parameter)
-        and is_plain(x)
-        and x.dtype in KERNEL_DTYPES
-        and x.dim() == 2
+        2 <= dims <= 3
+        and x.size(node) == graph.num_src
         and not is_watched()
         and forward_ad._current_level < 0
+        and not _triton.replaces_native("fastattn::aggregate_sum")
     )
 
 
-def _common(x: Tensor, graph: Graph, reduce: str) -> Tensor:
-    if reduce in ("max", "min"):
-        return fused.plain_max(x, graph, reduce == "min")
-    return fused.plain_sum(x, graph, *_scales(graph, reduce, wide_dtype(x.dtype)))
+def _form(x: Tensor, graph: Graph, reduce, weighted: bool, impl) -> fused.Form | None:
+    """What the short way makes of a call; None where the call is not for it or an error."""
+    if reduce not in _REDUCES or x.dtype not in KERNEL_DTYPES or not graph.is_plain:
+        return None
+    name = _REDUCES[reduce]
+    if name == "sym" and (weighted or graph.num_src != graph.num_dst):
+        return None
+    if choose(Request("cpu", x.dtype, (), _OPS.get(name, "fastattn::aggregate_sum")), impl) != "cpu":
+        return None
+    if name in ("max", "min"):
+        return fused.Form(None, None, name == "min")
+    return fused.Form(*_scales(graph, name, wide_dtype(x.dtype)), None)
 
 
 def _inverse_root(degree: Tensor) -> Tensor:
@@ -225,13 +250,20 @@ def aggregate(
         >>> fastattn.aggregate(x, fastattn.Graph(edge_index, num_nodes=3), "mean")
         tensor([[4.0000], [2.5000], [2.0000]])
     """
-    if edge_weight is None and _is_common(x):
-        reduce = _check_reduce(reduce, _REDUCES)
-        graph = as_graph(graph, x.shape[0])
-        request = Request("cpu", x.dtype, (), _OPS.get(reduce, "fastattn::aggregate_sum"))
-        square = reduce != "sym" or graph.num_src == graph.num_dst
-        if square and graph.is_plain and choose(request, impl) == "cpu":
-            return _common(x, graph, reduce)
+    if (
+        graph.__class__ is Graph
+        and reduce.__class__ is str
+        and impl.__class__ is str
+        and not is_compiling()
+        and _is_simple(x, graph, edge_weight)
+    ):
+        key = reduce, x.dtype, edge_weight is None, impl
+        form = graph._forms.get(key)
+        if form is None:
+            form = _form(x, graph, reduce, edge_weight is not None, impl)
+        if form is not None:
+            graph._forms[key] = form
+            return fused.aggregate_rows(x, edge_weight, graph, form)
     call = _prepare(x, graph, reduce, edge_weight)
     return _run(call, choose(call.request, impl))
 
