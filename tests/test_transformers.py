@@ -207,6 +207,59 @@ def test_a_prompt_in_pieces_gives_what_it_gives_at_once(name, cache):
     assert_near(found[seen], expected[seen])
 
 
+# Layers whose ``is_causal`` contradicts the mask of their model, or that have none.
+UNDECIDED = {
+    "gemma": lambda: (
+        transformers.GemmaModel, transformers.GemmaConfig(**DECODER, use_bidirectional_attention=True)
+    ),
+    "bigbird_pegasus": lambda: (
+        transformers.BigBirdPegasusForCausalLM,
+        transformers.BigBirdPegasusConfig(
+            vocab_size=97, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48,
+            max_position_embeddings=64,
+        ),
+    ),
+    "splinter": lambda: (
+        transformers.SplinterModel,
+        transformers.SplinterConfig(
+            vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("compiled", (False, True), ids=("plain", "compiled"))
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_masks_decide_about_causality_and_not_the_layer(name, compiled):
+    def run():
+        return (torch.compile(model, backend="eager") if compiled else model)(ids)[0]
+
+    model = build(*UNDECIDED[name]())
+    ids = padded()["input_ids"]
+    with torch.no_grad():
+        expected, found = both(model, run)
+    assert_near(found, expected)
+
+
+class OwnConfig(transformers.LlamaConfig):
+    pass
+
+
+def test_a_configuration_may_be_derived():
+    model = build(transformers.LlamaForCausalLM, OwnConfig(**DECODER))
+    expected, found = both(model, lambda: model(padded()["input_ids"]).logits)
+    assert_near(found, expected)
+
+
+def test_a_model_around_another_runs():
+    config = transformers.DPRConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+    )
+    model = build(transformers.DPRQuestionEncoder, config)
+    expected, found = both(model, lambda: model(**padded("right")).pooler_output)
+    assert_near(found, expected)
+
+
 def test_packed_sequences_and_masks_of_the_user_are_respected():
     model = decoder("mistral")
     ids = padded()["input_ids"][1:2]

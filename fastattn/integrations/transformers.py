@@ -4,6 +4,7 @@ import functools
 import inspect
 import sys
 import warnings
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -294,7 +295,7 @@ def attention_mask(
 ) -> Tensor | None:
     """The mask function that goes with :func:`attention_forward`: the cheapest form of each mask.
 
-    None where nothing or causality alone is to be masked; for causal masks and windows, also with padding, a
+    None where a single query sees everything; for masks that are causal, a window, padding, or nothing, a
     tensor that only says so, and becomes the boolean mask (batch_size, 1, q_length, kv_length) if anything
     but :func:`attention_forward` looks into it; for all other masks that boolean tensor.
 
@@ -313,10 +314,13 @@ def attention_mask(
         )  # fmt: skip
 
     def ask_transformers():
+        # None leaves it to the layer whether it is causal. Where models do not support "sdpa", which depends
+        # on that, layers need not know.
+        skip = "config" not in kwargs or _layers_know_causality(kwargs["config"])
         return sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-            allow_is_causal_skip=allow_is_causal_skip,
-            allow_is_bidirectional_skip=allow_is_bidirectional_skip, **kwargs,
+            allow_is_causal_skip=allow_is_causal_skip and skip,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip and skip, **kwargs,
         )  # fmt: skip
 
     # While tracing, values decide nothing. Where skipping is not allowed, the mask will be worked on.
@@ -333,13 +337,8 @@ def attention_mask(
     left = left if 0 <= left < first + L - 1 else -1
     right = right if 0 <= right < S - 1 - first else -1
     padding = _padding(attention_mask, kv_offset, S, first + L if right == 0 else S)
-    causal = right == 0 and first == 0 and L > 1
-    if padding is None and left < 0 and (causal or right < 0):
-        # What attention_forward takes None for: causal where skipping that is allowed, else everything.
-        if (causal and allow_is_causal_skip) or (not causal and (L == 1 or allow_is_bidirectional_skip)):
-            return None
     if L == 1 and left < 0 and right < 0:
-        return padding[:, None, None]
+        return None if padding is None else padding[:, None, None]
     if first not in (0, S - L):
         return write_out()
     device = kwargs.get("device", "cpu") if padding is None else padding.device
@@ -387,11 +386,33 @@ def _window(mask_function) -> tuple[int, int] | None:
 def _check_switchable(config_class: type) -> None:
     # A model that has its own branches for "sdpa" and "eager" takes any other name for eager, and would add
     # our boolean mask to its scores. Where a model consists of others, those have the attention.
-    if config_class.sub_configs:
-        return
-    module = config_class.__module__.replace(".configuration_", ".modeling_")
-    if module in sys.modules and not hasattr(sys.modules[module], "ALL_ATTENTION_FUNCTIONS"):
+    module = _modeling(config_class)
+    own = any("Attention" in name for name, _ in _classes(module))
+    if own and not config_class.sub_configs and not hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
         raise NotImplementedError(
-            f"attn_implementation='fastattn' cannot reach the attention of {module}, which does not use "
-            "transformers' AttentionInterface"
+            f"attn_implementation='fastattn' cannot reach the attention of {module.__name__}, which does not "
+            "use transformers' AttentionInterface"
         )
+
+
+def _layers_know_causality(config) -> bool:
+    # Gemma has an option that makes layers bidirectional, and masks that are causal in spite of it.
+    return not getattr(config, "use_bidirectional_attention", None) and _supports_sdpa(type(config))
+
+
+@torch.compiler.assume_constant_result
+def _supports_sdpa(config_class: type) -> bool:
+    return all(getattr(c, "_supports_sdpa", True) for _, c in _classes(_modeling(config_class)))
+
+
+def _modeling(config_class: type) -> ModuleType | None:
+    """The module with the models of a configuration, or of the one that it is derived from."""
+    names = (c.__module__.replace(".configuration_", ".modeling_") for c in config_class.__mro__)
+    return next((sys.modules[name] for name in names if ".modeling_" in name and name in sys.modules), None)
+
+
+@functools.cache
+def _classes(module: ModuleType | None) -> list[tuple[str, type]]:
+    """Those that a module has code of."""
+    members = inspect.getmembers(module, inspect.isclass)
+    return [(name, c) for name, c in members if module and c.__module__ == module.__name__]
