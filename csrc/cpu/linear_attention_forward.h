@@ -124,7 +124,9 @@ class Forward : public Walk<T, Forward<T>> {
 
   const Matrix<T>& counted() const { return y_; }
   void read(int64_t b, int64_t hk, int64_t begin, int64_t count) {
-    Rows<T> values(p_.value, b, hk, begin, count, p_.Dv), keys(p_.key, b, hk, begin, count, p_.D);
+    const int64_t step = problem_.chunk;
+    Rows<T> values(p_.value, b, hk, begin, count, p_.Dv, step);
+    Rows<T> keys(p_.key, b, hk, begin, count, p_.D, step);
     values.hide(p_.key_padding, b, begin);
     keys.hide(p_.key_padding, b, begin);
     const int64_t rows = fill<T, FeatureMap::identity>(values, z_);
@@ -133,7 +135,7 @@ class Forward : public Walk<T, Forward<T>> {
     form(y_, rows, kRightT);
   }
   void emit(const Segment& s, int64_t h, int64_t begin, int64_t count, const State<T>& state, bool ordered) {
-    Rows<T> queries(p_.query, s.b, h, begin, count, p_.D);
+    Rows<T> queries(p_.query, s.b, h, begin, count, p_.D, problem_.chunk);
     queries.hide_blind(s, begin);
     with_map(p_.feature_map, [&]<FeatureMap kMap>() { fill<T, kMap>(queries, query_); });
     const int64_t rows = round_up(count, kUnit<T>);
@@ -172,11 +174,13 @@ class Forward : public Walk<T, Forward<T>> {
                 size_t(count) * sizeof(A<T>));
   }
   void write_rows(int64_t b, int64_t h, int64_t begin, int64_t count) {
+    const int64_t ahead = problem_.chunk * p_.out.stride[2];
     for (int64_t r = 0; r < count; ++r) {
       const V<T> factor = broadcast(p_.normalize ? row_factor(p_, den_[r]) : A<T>(p_.scale));
       const bool empty = p_.normalize && is_empty(p_, den_[r]);
       T* out = static_cast<T*>(p_.out.data) + offset(p_.out, b, h, begin + r);
       for_row<T>(problem_.chunk, r, p_.Dv, [&](int64_t c, int64_t x) {
+        prefetch(out + c, ahead);
         store_row<A<T>>(out + c, 1, p_.Dv - c, empty ? V<T>{} : load(result_ + x) * factor);
       });
     }

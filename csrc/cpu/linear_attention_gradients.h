@@ -12,8 +12,10 @@ class OutputGrad {
   Matrix<T> matrix;
   A<T>*factor, *dden;
 
-  OutputGrad(const Problem<T>& problem, const LinearAttentionGradParams& p, Arena& arena, int forms)
-      : p_(p), forms_(forms) {
+  // Of a walk whose next chunk is `step` tokens from this one.
+  OutputGrad(const Problem<T>& problem, const LinearAttentionGradParams& p, Arena& arena, int forms,
+             int64_t step)
+      : p_(p), forms_(forms), step_(step) {
     matrix = take_matrix<T>(arena, problem.chunk, problem.dv, forms);
     factor = arena.take<A<T>>(problem.chunk);
     dden = arena.take<A<T>>(problem.chunk);
@@ -21,7 +23,8 @@ class OutputGrad {
   int64_t read(const Segment& s, int64_t h, int64_t begin, int64_t count) {
     const int64_t rows = round_up(count, kUnit<T>);
     for (int64_t r = 0; r < rows; ++r) factor[r] = dden[r] = 0;
-    Rows<T> grads(p_.grad_out, s.b, h, begin, count, p_.Dv);
+    Rows<T> grads(p_.grad_out, s.b, h, begin, count, p_.Dv, step_);
+    const int64_t ahead = step_ * p_.out.stride[2];
     for (int64_t r = max(s.seen_from - begin, 0); r < count; ++r) {
       factor[r] = A<T>(p_.scale);
       if (!p_.normalize) continue;
@@ -32,6 +35,7 @@ class OutputGrad {
       const T* grad = grads.data + r * grads.row;
       const int64_t whole = grads.column == 1 ? round_down(p_.Dv, N<T>) : 0;
       V<T> sum{};
+      for (int64_t c = 0; c < p_.Dv; c += N<T>) prefetch(out + c, ahead);
       for (int64_t c = 0; c < whole; c += N<T>) sum += load_wide(out + c) * load_wide(grad + c);
       for (int64_t c = whole; c < p_.Dv; c += N<T>)
         sum += load_row<A<T>>(out + c, 1, p_.Dv - c) *
@@ -47,6 +51,7 @@ class OutputGrad {
  private:
   const LinearAttentionGradParams& p_;
   int forms_;
+  int64_t step_;
 };
 
 // Rows of `result` as the gradient of a tensor that was mapped; zero where `shown` hides them. The slope
@@ -68,6 +73,7 @@ inline void write_grad(const View& grad, const View& input, const A<T>* result, 
         else if (kMap != FeatureMap::identity)
           g *= feature_slope<T, kMap>(load_row<A<T>>(x + c * input.stride[3], input.stride[3], columns - c));
       }
+      prefetch(to + c * grad.stride[3], shown.step * grad.stride[2]);
       store_row<A<T>>(to + c * grad.stride[3], grad.stride[3], columns - c, g);
     });
   }

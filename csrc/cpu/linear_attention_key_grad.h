@@ -13,7 +13,7 @@ class KeyGrad {
   State<T>* states;
 
   KeyGrad(const Problem<T>& problem, const LinearAttentionGradParams& p, Arena& arena)
-      : problem_(problem), p_(p), grad_(problem, p, arena, kRight | kRightT) {
+      : problem_(problem), p_(p), grad_(problem, p, arena, kRight | kRightT, -problem.chunk) {
     const int64_t chunk = problem.chunk;
     decay_.take(arena, problem);
     key_ = take_matrix<T>(arena, chunk, problem.d, kLeft);
@@ -71,7 +71,9 @@ class KeyGrad {
             double* decay_sums) {
     for (int64_t begin = last_chunk(s); begin >= s.begin; begin -= problem_.chunk) {
       const int64_t count = min(problem_.chunk, s.end - begin);
-      Rows<T> values(p_.value, s.b, hk, begin, count, p_.Dv), keys(p_.key, s.b, hk, begin, count, p_.D);
+      const int64_t step = -problem_.chunk;
+      Rows<T> values(p_.value, s.b, hk, begin, count, p_.Dv, step);
+      Rows<T> keys(p_.key, s.b, hk, begin, count, p_.D, step);
       values.hide(p_.key_padding, s.b, begin);
       keys.hide(p_.key_padding, s.b, begin);
       const int64_t rows = fill<T, FeatureMap::identity>(values, value_);
@@ -105,7 +107,7 @@ class KeyGrad {
            problem_.chunk;
   }
   int64_t read_queries(const Segment& s, int64_t h, int64_t begin, int64_t count) {
-    Rows<T> queries(p_.query, s.b, h, begin, count, p_.D);
+    Rows<T> queries(p_.query, s.b, h, begin, count, p_.D, -problem_.chunk);
     queries.hide_blind(s, begin);
     with_map(p_.feature_map, [&]<FeatureMap kMap>() { fill<T, kMap>(queries, query_); });
     const int64_t rows = grad_.read(s, h, begin, count);

@@ -146,6 +146,7 @@ inline int64_t fill(const Rows<T>& rows, Matrix<T>& m) {
     const V<T> factor = broadcast(rows.factor ? rows.factor[r] : A<T>(1));
     for_row<T>(m.rows, r, m.columns, [&](int64_t c, int64_t x) {
       const int64_t left = rows.columns - c;
+      prefetch(row + c * rows.column, rows.step * rows.row);
       V<T> y = c < whole ? load_wide(row + c) : load_row<A<T>>(row + c * rows.column, rows.column, left);
       if constexpr (kMap == FeatureMap::identity) {
         y *= factor;

@@ -71,10 +71,10 @@ struct StateShape {
 
 template <class T>
 struct Problem {
-  // A shorter chunk needs fewer products within it, and reads and writes the state more often, which narrow
-  // vectors hide: D = 64 takes 0.83 of the time with 32 instead of 64, D = 128 0.92 (products alone, AVX2 on
-  // Zen 3). Wide ones and matrix tiles need longer products.
-  static constexpr int64_t kChunk = kVectorBytes == 64 ? 64 : 32;
+  // A shorter chunk needs fewer products within it, and reads and writes the state more often, which costs
+  // multiply-adds of vectors little: D = 64 takes 0.82 of the time with 32 instead of 64, D = 128 0.90
+  // (products alone, AVX-512). Matrix tiles need longer products.
+  static constexpr int64_t kChunk = kPairs<T> ? 64 : 32;
 
   const LinearAttentionParams& p;
   int64_t group;  // query heads per key/value head
@@ -151,21 +151,32 @@ struct Problem {
   }
 };
 
+// Asks for what lies `distance` elements from p, which the next chunk will read or write: the products of
+// this one hide the way from memory. Only a hint, wherever that may be: behind a head lies the next one, or
+// nothing.
+template <class T>
+FASTATTN_INLINE void prefetch(const T* p, int64_t distance) {
+  const uintptr_t address = reinterpret_cast<uintptr_t>(p) + uintptr_t(distance) * sizeof(T);
+  __builtin_prefetch(reinterpret_cast<const void*>(address), 0, 2);  // to the second-level cache
+}
+
 // The rows of one head of a (B, H, L, X) tensor.
 template <class T>
 struct Rows {
   const T* data;
   int64_t row, column;  // strides
+  int64_t step;         // tokens from this chunk to the next one
   int64_t count, columns;
   int64_t blind = 0;               // rows before this one read as zero
   const uint8_t* shown = nullptr;  // and so do rows where this is 0, and those where factor is 0
   int64_t shown_step = 0;
   const A<T>* factor = nullptr;
 
-  Rows(const View& view, int64_t b, int64_t h, int64_t begin, int64_t count, int64_t columns)
+  Rows(const View& view, int64_t b, int64_t h, int64_t begin, int64_t count, int64_t columns, int64_t step)
       : data(static_cast<const T*>(view.data) + offset(view, b, h, begin)),
         row(view.stride[2]),
         column(view.stride[3]),
+        step(step),
         count(count),
         columns(columns) {}
   Rows& hide(const View& padding, int64_t b, int64_t begin) {

@@ -17,7 +17,7 @@ class QueryGrad : public Walk<T, QueryGrad<T>> {
   QueryGrad(const Problem<T>& problem, const LinearAttentionGradParams& p, Arena& arena)
       : Base(problem, arena, problem.state_shape(true), p.normalize || p.grad_z.data),
         p_(p),
-        grad_(problem, p, arena, kLeft) {
+        grad_(problem, p, arena, kLeft, problem.chunk) {
     if (p.grad_decay.data) query_ = take_matrix<T>(arena, problem.chunk, problem.d, 0);
   }
   void add_initial(int64_t n, int64_t h, State<T>& state) const {
@@ -27,7 +27,9 @@ class QueryGrad : public Walk<T, QueryGrad<T>> {
 
   const Matrix<T>& counted() const { return z_; }
   void read(int64_t b, int64_t hk, int64_t begin, int64_t count) {
-    Rows<T> values(p_.value, b, hk, begin, count, p_.Dv), keys(p_.key, b, hk, begin, count, p_.D);
+    const int64_t step = problem_.chunk;
+    Rows<T> values(p_.value, b, hk, begin, count, p_.Dv, step);
+    Rows<T> keys(p_.key, b, hk, begin, count, p_.D, step);
     values.hide(p_.key_padding, b, begin);
     keys.hide(p_.key_padding, b, begin);
     const int64_t rows = fill<T, FeatureMap::identity>(values, y_);
@@ -52,7 +54,7 @@ class QueryGrad : public Walk<T, QueryGrad<T>> {
     }
     multiply(rows, terms, all);
     add_z(rows, state, ordered);
-    Rows<T> queries(p_.query, s.b, h, begin, count, p_.D);
+    Rows<T> queries(p_.query, s.b, h, begin, count, p_.D, problem_.chunk);
     queries.hide_blind(s, begin);
     with_map(p_.feature_map, [&]<FeatureMap kMap>() {
       write_grad<T, kMap>(p_.grad_query, p_.query, result_, problem_.chunk, s.b, h, begin, count, p_.D,
@@ -74,7 +76,7 @@ class QueryGrad : public Walk<T, QueryGrad<T>> {
     const int64_t at_token = begin - s.begin, size = states[0].shape.size();
     std::memcpy(flow_.states + (at_token / problem_.chunk * kinds + kind) * size, state.kv.natural,
                 size_t(size) * sizeof(A<T>));
-    Rows<T> queries(p_.query, s.b, h, begin, count, p_.D);
+    Rows<T> queries(p_.query, s.b, h, begin, count, p_.D, problem_.chunk);
     queries.hide_blind(s, begin);
     with_map(p_.feature_map, [&]<FeatureMap kMap>() { fill<T, kMap>(queries, query_); });
     for (int64_t r = 0; r < count; ++r)
