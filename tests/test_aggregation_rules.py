@@ -62,6 +62,26 @@ def test_ties_in_many_rows(impl):
             check(call(case, impl), case)
 
 
+@pytest.mark.parametrize("minimum", (False, True))
+def test_ties_and_nan_in_long_rows(minimum):
+    """Parts of a long row take turns, and yet its first extreme or first NaN is the one that counts."""
+    require_kernels("cpu")
+    generator = torch.Generator().manual_seed(0)
+    for degree in (1, 15, 16, 31, 32, 33, 39, 64, 130, 3000):
+        for F in (1, 3, 16, 17, 32, 40):
+            for dtype in (torch.float32, torch.float64, torch.bfloat16):
+                x = torch.randint(3, (degree, F), generator=generator).to(dtype)
+                x[torch.rand(degree, F, generator=generator) < 0.5 / degree] = torch.nan
+                edge_index = torch.stack([torch.arange(degree), torch.ones(degree, dtype=torch.int64)])
+                csr = Graph(edge_index, size=(degree, 3)).csr
+                out, arg = torch.ops.fastattn.aggregate_max(x[None, :, None], *csr, None, minimum, True)
+                key = torch.where(x.isnan(), torch.inf, -x if minimum else x)
+                first = (key == key.max(0).values).int().argmax(0)
+                assert torch.equal(arg[0, 1, 0].long(), first)
+                expected = x.gather(0, first[None])[0]
+                assert torch.equal(out[0, 1, 0].nan_to_num(9), expected.nan_to_num(9))
+
+
 def test_zeros_of_either_sign_are_equal(impl):
     edge_index = torch.tensor([[0, 1, 2, 3], [0, 0, 1, 1]])
     values = torch.tensor([0.0, -0.0, -0.0, 0.0])

@@ -27,24 +27,24 @@ template <class T, class I>
 constexpr bool kNumbersFit = sizeof(I) <= sizeof(A<T>);
 
 template <class A, bool kArg>
-FASTATTN_INLINE void take_larger(Vec<A>& best, Vec<Int<A>>& arg, Vec<A> x, Int<A> number) {
+FASTATTN_INLINE void take_larger(Vec<A>& best, Vec<Int<A>>& arg, Vec<A> x, Vec<Int<A>> number) {
   // Larger, or the first NaN: not (x <= best) unless best is one already.
 #if defined(__AVX512F__)
   if constexpr (kSame<A, float>) {
     __mmask16 better = _mm512_cmp_ps_mask((__m512)best, (__m512)best, _CMP_ORD_Q);
     better = _mm512_mask_cmp_ps_mask(better, (__m512)x, (__m512)best, _CMP_NLE_UQ);
     best = (Vec<A>)_mm512_mask_mov_ps((__m512)best, better, (__m512)x);
-    if (kArg) arg = (Vec<Int<A>>)_mm512_mask_mov_epi32((__m512i)arg, better, _mm512_set1_epi32(number));
+    if (kArg) arg = (Vec<Int<A>>)_mm512_mask_mov_epi32((__m512i)arg, better, (__m512i)number);
   } else {
     __mmask8 better = _mm512_cmp_pd_mask((__m512d)best, (__m512d)best, _CMP_ORD_Q);
     better = _mm512_mask_cmp_pd_mask(better, (__m512d)x, (__m512d)best, _CMP_NLE_UQ);
     best = (Vec<A>)_mm512_mask_mov_pd((__m512d)best, better, (__m512d)x);
-    if (kArg) arg = (Vec<Int<A>>)_mm512_mask_mov_epi64((__m512i)arg, better, _mm512_set1_epi64(number));
+    if (kArg) arg = (Vec<Int<A>>)_mm512_mask_mov_epi64((__m512i)arg, better, (__m512i)number);
   }
 #else
   const Vec<Int<A>> better = (x > best) | ((x != x) & (best == best));
   best = better ? x : best;
-  if (kArg) arg = better ? Vec<Int<A>>{} + number : arg;
+  if (kArg) arg = better ? number : arg;
 #endif
 }
 
@@ -85,27 +85,55 @@ FASTATTN_INLINE void finish_max(const MaxTask<T, I>& t, const Tile& tile, int64_
   for (int v = 0; kArg && v < V; ++v) store_arg<V>(t, arg_row + vector_at<V, T>(tile, v), arg[v]);
 }
 
+// The extremes of edges that follow each other, none of them taken yet.
+template <class T, class I, int V, bool kWeighted, bool kArg>
+struct Extremes {
+  Vec<A<T>> best[V];
+  Vec<Int<A<T>>> arg[V];
+
+  FASTATTN_INLINE void begin(const MaxTask<T, I>& t, const Tile& tile, int64_t i) {
+    for (int v = 0; v < V; ++v) {
+      best[v] = message<T, I, V, kWeighted>(t, tile, i, v);
+      if (kArg) arg[v] = Vec<Int<A<T>>>{} + t.number[i];
+    }
+  }
+  FASTATTN_INLINE void take(const MaxTask<T, I>& t, const Tile& tile, int64_t i, int64_t ahead) {
+    prefetch<V * N<T>>(t.source[i + ahead] + tile.begin);
+    for (int v = 0; v < V; ++v)
+      take_larger<A<T>, kArg>(best[v], arg[v], message<T, I, V, kWeighted>(t, tile, i, v),
+                              Vec<Int<A<T>>>{} + (kArg ? t.number[i] : 0));
+  }
+  FASTATTN_INLINE void take(const Extremes& later) {
+    for (int v = 0; v < V; ++v) take_larger<A<T>, kArg>(best[v], arg[v], later.best[v], later.arg[v]);
+  }
+};
+
 template <class T, class I, int V, bool kWeighted, bool kArg>
 __attribute__((noinline)) void max_tiles(const MaxTask<T, I>& t, const Tiles tiles) {
+  // A comparison waits for the one before it. With few vectors a row, parts of a long row take turns.
+  constexpr int kChains = V == 1 ? 4 : V == 2 ? 2 : 1;
+  constexpr int64_t kLong = 8 * kChains;
   const int64_t ahead = edges_ahead<T>(V), first = t.chunk.from.edge;
   for (RowCursor at(t.chunk.split, t.chunk.from, t.chunk.to); at.next_with_edges();)
     for (int64_t k = 0; k < tiles.count; ++k) {
       const Tile tile = tiles.at<T>(k);
-      Vec<A<T>> best[V];
-      Vec<Int<A<T>>> arg[V];
-      int64_t i = at.begin - first;
       const int64_t end = at.end - first;
-      for (int v = 0; v < V; ++v) {
-        best[v] = message<T, I, V, kWeighted>(t, tile, i, v);
-        if (kArg) arg[v] = Vec<Int<A<T>>>{} + t.number[i];
-      }
-      for (prefetch<V * N<T>>(t.source[i + ahead - 1] + tile.begin); ++i < end;) {
+      int64_t i = at.begin - first;
+      Extremes<T, I, V, kWeighted, kArg> chains[kChains];
+      if (kChains > 1 && end - i >= kLong) {
+        const int64_t part = (end - i) / kChains;
+        for (int c = 0; c < kChains; ++c) chains[c].begin(t, tile, i + c * part);
+        for (int64_t j = 1; j < part; ++j)
+          for (int c = 0; c < kChains; ++c) chains[c].take(t, tile, i + c * part + j, ahead);
+        for (int c = 1; c < kChains; ++c) chains[0].take(chains[c]);
+        i += kChains * part;
+      } else {
+        chains[0].begin(t, tile, i);
         prefetch<V * N<T>>(t.source[i + ahead] + tile.begin);
-        for (int v = 0; v < V; ++v)
-          take_larger<A<T>, kArg>(best[v], arg[v], message<T, I, V, kWeighted>(t, tile, i, v),
-                                  kArg ? t.number[i] : 0);
+        ++i;
       }
-      finish_max<T, I, V, kWeighted, kArg>(t, tile, at.row, at.part, best, arg);
+      for (; i < end; ++i) chains[0].take(t, tile, i, ahead);
+      finish_max<T, I, V, kWeighted, kArg>(t, tile, at.row, at.part, chains[0].best, chains[0].arg);
     }
 }
 
@@ -136,8 +164,8 @@ void max_over_edges(AggregateMaxParams p, const Parallel& all) {
     const Chunk chunk(cuts, k);
     const int64_t edges = chunk.edges();
     const int64_t width = p.H * p.F, start = b * graph.rows * width;
-    fill_empty_rows(chunk, out + start, width, T{});
-    if (kArg) fill_empty_rows(chunk, arg + start, width, I(-1));
+    fill_empty_rows(chunk, out + start, width, 0);
+    if (kArg) fill_empty_rows(chunk, arg + start, width, 0xff);  // -1
     const T** source = scope.arena.take<const T*>(edges + kPadding);
     A<T>* weight = weighted ? scope.arena.take<A<T>>(edges) : nullptr;
     auto* number = kArg ? scope.arena.take<Int<A<T>>>(edges) : nullptr;

@@ -212,12 +212,15 @@ struct Chunk {
   int64_t edges() const { return to.edge - from.edge; }
 };
 
-// `value` in the rows, `width` elements each, that no edge of a chunk enters.
+// `byte` throughout the rows, `width` elements each, that no edge of a chunk enters. Rows of a cache line or
+// less are sooner written than looked for: those with edges get what they hold afterwards.
 template <class E>
-void fill_empty_rows(const Chunk& chunk, E* rows, int64_t width, E value) {
-  for_each_empty_run(chunk.split, chunk.from, chunk.to, [&](int64_t first, int64_t last) {
-    std::fill(rows + first * width, rows + last * width, value);
-  });
+void fill_empty_rows(const Chunk& chunk, E* rows, int64_t width, int byte) {
+  const auto fill = [&](int64_t first, int64_t last) {
+    std::memset(static_cast<void*>(rows + first * width), byte, size_t((last - first) * width) * sizeof(E));
+  };
+  width* int64_t(sizeof(E)) <= 64 ? fill(chunk.from.row, chunk.to.row)
+                                  : for_each_empty_run(chunk.split, chunk.from, chunk.to, fill);
 }
 
 // What it takes to read a row for every edge of a chunk. Some pointers follow the last edge's, to be

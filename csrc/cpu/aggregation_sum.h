@@ -113,7 +113,7 @@ void sum(AggregateSumParams p, const Parallel& all) {
     const int64_t b = task / chunks, k = task % chunks;
     const Chunk chunk(cuts, k);
     const int64_t edges = chunk.edges();
-    fill_empty_rows(chunk, static_cast<T*>(p.out.data) + b * graph.rows * p.H * p.F, p.H * p.F, T{});
+    fill_empty_rows(chunk, static_cast<T*>(p.out.data) + b * graph.rows * p.H * p.F, p.H * p.F, 0);
     const T** source = scope.arena.take<const T*>(edges + kPadding);
     A<T>* weight = weighted ? scope.arena.take<A<T>>(edges) : nullptr;
     const I** arg = p.arg.data ? scope.arena.take<const I*>(edges + kPadding) : nullptr;
