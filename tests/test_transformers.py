@@ -185,6 +185,25 @@ def test_a_compiled_forward_gives_what_eager_gives(name):
     assert_near(found[seen], expected[seen])
 
 
+def test_a_traced_forward_gives_what_eager_gives():
+    def forward(ids, mask):
+        return model(ids, attention_mask=mask, use_cache=False).logits
+
+    def attend(query, key):
+        return integration.attention_forward(torch.nn.Module(), query, key, key, None, is_causal=True)[0]
+
+    model = decoder("llama").requires_grad_(False)
+    model.set_attn_implementation("eager")
+    ids, mask = padded().values()
+    expected = forward(ids, mask)
+    model.set_attn_implementation("fastattn")
+    found = torch.jit.trace(forward, (ids, torch.ones_like(mask)))(ids, mask)
+    assert_near(found[mask.bool()], expected[mask.bool()])
+
+    query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
+    assert torch.equal(torch.jit.trace(attend, (query, key))(query, key), attend(query, key))
+
+
 @pytest.mark.parametrize("cache", ("dynamic", "static"))
 @pytest.mark.parametrize("name", ("llama", "mistral"))
 def test_a_prompt_in_pieces_gives_what_it_gives_at_once(name, cache):

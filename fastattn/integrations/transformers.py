@@ -201,8 +201,8 @@ def attention_forward(
     options = {}
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        # A single query comes after all keys of the cache.
-        causal = query.shape[2] > 1 and causal
+        # A single query comes after all keys of the cache. (While torch.jit traces, sizes are tensors.)
+        causal = bool(query.shape[2] > 1) and causal
     elif isinstance(attention_mask, _Band):
         band, attention_mask = attention_mask.band, None
         causal = band.right == 0
@@ -217,7 +217,7 @@ def attention_forward(
         options["softcap"] = softcap
     if s_aux is not None:
         options["sinks"] = s_aux
-    gqa = query.shape[1] != key.shape[1]
+    gqa = bool(query.shape[1] != key.shape[1])
     if output_attentions or _weights_are_collected():
         out, weights = attention_with_weights(
             query, key, value, attention_mask, dropout_p=dropout, is_causal=causal, scale=scaling,
