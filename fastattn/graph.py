@@ -28,6 +28,7 @@ library.define("graph_ends(Tensor rowptr, Tensor col, Tensor? perm) -> (Tensor r
 library.define("graph_checked_csr(Tensor rowptr, Tensor col, SymInt num_cols) -> (Tensor rowptr, Tensor col)")
 
 
+_checked_csr = torch.ops.fastattn.graph_checked_csr.default
 _graph_csr = torch.ops.fastattn.graph_csr.default
 _graph_ends = torch.ops.fastattn.graph_ends.default
 _is_ascending = torch.ops.fastattn.is_ascending.default
@@ -78,7 +79,10 @@ def _sorted_on_any_device(
 
 
 def _checked_on_any_device(rowptr: Tensor, col: Tensor, num_cols: int) -> tuple[Tensor, Tensor]:
-    """Copies of both that nobody else can change, once they are known to describe a matrix."""
+    """Copies of both that nobody else can change, once they are known to describe a matrix.
+
+    In plain PyTorch; the native library replaces it on the CPU.
+    """
     first, last, E = int(rowptr[0]), int(rowptr[-1]), col.numel()
     if first != 0 or last != E:
         raise ValueError(f"rowptr must go from 0 to {E}, where col ends, got {first} to {last}")
@@ -266,7 +270,7 @@ class Graph:
         num_dst = rowptr.shape[0] - 1
         num_src = num_dst if num_src is None else _check_size("num_src", num_src)
         with _plain():
-            checked = torch.ops.fastattn.graph_checked_csr(rowptr, col, num_src)
+            checked = _checked_csr(rowptr, col, num_src)
             return _make(num_src, num_dst, Compressed(*checked, None, num_src))
 
     @classmethod
@@ -372,9 +376,9 @@ class Graph:
         if found is None:
             with _plain():
                 counts = self.out_degrees() if name == "out_root" else self.in_degrees()
-                factor = counts.to(dtype).reciprocal() if name == "in" else counts.to(dtype).rsqrt()
-                found = torch.where(counts > 0, factor, 0.0)
-                self._vectors[key] = found
+                factor = counts.to(dtype)
+                factor = factor.reciprocal_() if name == "in" else factor.rsqrt_()
+                found = self._vectors[key] = factor.masked_fill_(counts == 0, 0.0)
         return found
 
     def __repr__(self) -> str:

@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastattn
 from fastattn import Graph
-from fastattn.graph import _ends_on_any_device, as_graph
+from fastattn.graph import _checked_on_any_device, _ends_on_any_device, as_graph
 
 poisoned = operator_checks.poisoned
 
@@ -513,6 +513,32 @@ def test_ends_and_order_of_edges_are_those_of_plain_pytorch():
             assert torch.ops.fastattn.is_ascending(index) == ascending
     assert not torch.ops.fastattn.is_ascending(torch.tensor([[0, 9], [1, 0]])[:, 1].contiguous())
     assert torch.ops.fastattn.is_ascending(torch.tensor([[0, 9], [1, 0]])[:, 0])
+
+
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
+def test_checked_csr_is_that_of_plain_pytorch(dtype):
+    """The native op against what every other device runs: copies, dtypes and what is found wrong."""
+    rowptr, col = (torch.tensor(t, dtype=dtype) for t in ([0, 2, 2, 5], [4, 0, 1, 1, 3]))
+    strided = torch.stack([rowptr, rowptr + 9], 1)[:, 0]
+    for args in (
+        (rowptr, col, 5),
+        (strided, col, 2**31),
+        (rowptr[:1], col[:0], 0),
+        (rowptr[1:3] - 2, col[:0], 3),
+    ):
+        found = torch.ops.fastattn.graph_checked_csr(*args)
+        for mine, theirs, source in zip(found, _checked_on_any_device(*args), args[:2], strict=True):
+            assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+            assert mine.numel() == 0 or mine.data_ptr() != source.data_ptr()
+    for wrong in (
+        (rowptr + 1, col, 5), (rowptr[:-1], col, 5), (torch.tensor([0, 3, 2, 5], dtype=dtype), col, 5),
+        (rowptr, col, 4), (rowptr, col, 0), (rowptr, col - 1, 2),
+    ):  # fmt: skip
+        with pytest.raises(ValueError) as expected:
+            _checked_on_any_device(*wrong)
+        with pytest.raises(ValueError) as error:
+            torch.ops.fastattn.graph_checked_csr(*wrong)
+        assert str(error.value) == str(expected.value)
 
 
 def test_meta_tensors_have_sizes_only():

@@ -1,10 +1,11 @@
-// Graphs: the registered CPU op over csrc/cpu/graph.h, whose schema is defined in Python, and the balance of
-// the work split.
+// Graphs: the registered CPU ops, whose schemas are defined in fastattn/graph.py, and the balance of the work
+// split. Sorting is in csrc/cpu/graph.h.
 #include "graph.h"
 
 #include <limits>
 #include <stdexcept>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "graph_tensor.h"
@@ -46,6 +47,54 @@ std::tuple<Tensor, Tensor, Tensor> graph_csr(const Tensor& row, const Tensor& co
   if (result.bad_row >= 0) refuse("row", "rows", p.row, result.bad_row);
   if (result.bad_col >= 0) refuse("col", "columns", p.col, result.bad_col);
   return {rowptr, out_col, out_perm};
+}
+
+// Copies `count` numbers, which may become wider or narrower, and says which are the smallest and the
+// largest.
+template <class From, class To>
+std::pair<int64_t, int64_t> copy_numbers(const From* from, int64_t count, To* to) {
+  From least = std::numeric_limits<From>::max(), most = std::numeric_limits<From>::min();
+  for (int64_t i = 0; i < count; ++i) {
+    least = std::min(least, from[i]);
+    most = std::max(most, from[i]);
+    to[i] = To(from[i]);
+  }
+  return {least, most};
+}
+Tensor copy_index(const char* name, const Tensor& tensor, bool wide, std::pair<int64_t, int64_t>& bounds) {
+  const Tensor held = as_contiguous(tensor);
+  const int64_t count = held.numel();
+  Tensor result = allocate_index(wide, &count, 1);
+  const auto copy = [&]<class From>(const From* from) {
+    return wide ? copy_numbers(from, count, static_cast<int64_t*>(result.data_ptr()))
+                : copy_numbers(from, count, static_cast<int32_t*>(result.data_ptr()));
+  };
+  bounds = is_wide(name, held) ? copy(static_cast<const int64_t*>(held.data_ptr()))
+                               : copy(static_cast<const int32_t*>(held.data_ptr()));
+  return result;
+}
+
+std::tuple<Tensor, Tensor> graph_checked_csr(const Tensor& rowptr, const Tensor& col, int64_t num_cols) {
+  STD_TORCH_CHECK(rowptr.dim() == 1 && rowptr.numel() >= 1 && col.dim() == 1,
+                  "rowptr must have shape (N + 1,) and col (E,)");
+  const int64_t E = col.numel(), rows = rowptr.numel() - 1;
+  std::pair<int64_t, int64_t> bounds;
+  Tensor out_rowptr = copy_index("rowptr", rowptr, true, bounds);
+  const int64_t* at = static_cast<const int64_t*>(out_rowptr.data_ptr());
+  if (at[0] != 0 || at[rows] != E)
+    throw std::invalid_argument("rowptr must go from 0 to " + std::to_string(E) + ", where col ends, got " +
+                                std::to_string(at[0]) + " to " + std::to_string(at[rows]));
+  for (int64_t n = 0; n < rows; ++n)
+    if (at[n + 1] < at[n])
+      throw std::invalid_argument("rowptr must not decrease, got rowptr[" + std::to_string(n + 1) +
+                                  "] = " + std::to_string(at[n + 1]) + " after " + std::to_string(at[n]));
+  const bool wide = std::max({E, rows, num_cols}) > std::numeric_limits<int32_t>::max();
+  Tensor out_col = copy_index("col", col, wide, bounds);
+  if (E > 0 && (bounds.first < 0 || bounds.second >= num_cols)) {
+    const int64_t bad = bounds.first < 0 ? bounds.first : bounds.second;
+    refuse("col", "source nodes", {&bad, 1, num_cols, true}, 0);
+  }
+  return {out_rowptr, out_col};
 }
 
 // Whether edges with these ends are sorted by them.
@@ -123,5 +172,6 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn, CPU, m) {
   m.impl("graph_csr", TORCH_BOX(&fastattn::graph_csr));
   m.impl("is_ascending", TORCH_BOX(&fastattn::is_ascending));
   m.impl("graph_ends", TORCH_BOX(&fastattn::graph_ends));
+  m.impl("graph_checked_csr", TORCH_BOX(&fastattn::graph_checked_csr));
   m.impl("edges_per_worker", TORCH_BOX(&fastattn::edges_per_worker));
 }
