@@ -8,6 +8,7 @@ import linear_attention_cases
 import operator_checks
 import pytest
 import torch
+import torch.nn.functional as F
 from attention_cases import choices
 from linear_attention_cases import INPUTS, call, make_case, require
 from operator_checks import fewer
@@ -197,6 +198,24 @@ def test_steps_in_place(impl):
                     assert torch.equal(out, expected)
                     assert state.kv is memory.kv and state.z is memory.z
                     assert torch.equal(state.kv, other.kv) and torch.equal(state.z, other.z)
+
+
+def test_steps_in_place_take_each_head_once_on_any_number_of_threads(impl):
+    heads = fewer(impl, 125, 3)  # enough for three threads
+    q, k, v = (normal(1, heads, 64, dtype=torch.float32) for _ in range(3))
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for n in fewer(impl, (1, 2, 3), (threads,)):
+            torch.set_num_threads(n)
+            state = LinearAttentionState.zeros(1, heads, 64, 64)
+            outs = [step(q, k, v, state, inplace=True, impl=impl)[0] for _ in range(3)]
+            results.append((*outs, *state))
+    finally:
+        torch.set_num_threads(threads)
+    for result in results:
+        torch.testing.assert_close(result[3], 3 * torch.einsum("bhd,bhe->bhde", F.elu(k) + 1, v))
+        assert all(map(torch.equal, result, results[0]))
 
 
 def test_steps_in_place_on_parts_of_larger_states(impl):

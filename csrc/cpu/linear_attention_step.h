@@ -1,5 +1,7 @@
 // One token: S = exp(decay) S + phi(k) v^T and phi(q)^T S in one pass over the state.
 #pragma once
+#include <atomic>
+
 #include "linear_attention_forward.h"
 
 namespace fastattn::FASTATTN_ISA {
@@ -81,14 +83,36 @@ inline void step_head(const LinearAttentionStepParams& p, int64_t b, int64_t h, 
   for (; p.Dv - c > 0; c += N<T>) columns.template operator()<1>(c);
 }
 
+// f(head) for every head. A worker begins with its own share of consecutive ones, whose states its core still
+// has in its cache since the step before, and then helps with those of others.
+template <class F>
+inline void for_each_head(const Parallel& parallel, int64_t heads, F&& f) {
+  struct alignas(64) Share {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  const int64_t workers = min(heads, parallel.threads);
+  std::vector<Share> shares(workers);
+  for (int64_t w = 0; w < workers; ++w) {
+    shares[w].next = heads * w / workers;
+    shares[w].end = heads * (w + 1) / workers;
+  }
+  for_each_task(parallel, workers, [&](int64_t, int worker) {
+    for (int64_t w = worker; w < worker + workers; ++w) {
+      Share& share = shares[w % workers];
+      for (int64_t head; (head = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end;) f(head);
+    }
+  });
+}
+
 template <class T>
 inline void step(const LinearAttentionStepParams& p, const Parallel& parallel) {
-  for_each_task(parallel, p.B * p.H, [&](int64_t task, int) {
+  for_each_head(parallel, p.B * p.H, [&](int64_t head) {
     Arena& arena = thread_arena();
     Arena::Scope scope(arena);
     A<T>*query = arena.take<A<T>>(p.D + N<T>), *key = arena.take<A<T>>(p.D + N<T>);
     with_map(p.feature_map,
-             [&]<FeatureMap kMap>() { step_head<T, kMap>(p, task / p.H, task % p.H, query, key); });
+             [&]<FeatureMap kMap>() { step_head<T, kMap>(p, head / p.H, head % p.H, query, key); });
   });
 }
 
