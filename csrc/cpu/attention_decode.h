@@ -69,7 +69,8 @@ FASTATTN_INLINE void with_rows_of(const Problem<T>& problem, const View& view, i
                                   int64_t hk, int64_t begin, int64_t end, int64_t padded, A<T>* scratch,
                                   F&& f) {
   const S* rows[kBlock];
-  const bool null = key_rows<S>(problem, view, columns, b, hk, begin, end, rows);
+  const bool null =
+      key_rows<S>(problem, view, columns, b, hk, begin, end, {problem, b, hk, begin, end}, rows);
   if (!null && view.stride[3] == 1) return f(rows);
   const A<T>* converted[kBlock];
   for (int64_t j = 0; j < end - begin; ++j) {

@@ -74,7 +74,7 @@ inline void pack_transposed_of(const Tile<T>& tile, const View& view, int64_t co
     } else {
       for (int64_t d = 0; d < depth; d += N<T>) {
         V<T> block[N<T>];
-        if (tile.all_seen && stride == 1 && columns - d >= N<T>)
+        if (tile.whole[v] && stride == 1 && columns - d >= N<T>)
 #pragma GCC unroll 16
           for (int r = 0; r < N<T>; ++r) block[r] = load_wide(row[r] + d);
         else
@@ -181,11 +181,22 @@ inline bool row_is_finite(const T* row, int64_t stride, int64_t columns) {
   return sum == 0;
 }
 
+// Which keys of a block some query sees, as far as finding that is quicker than finding that the keys and
+// values are finite: reading every one of their rows costs as much as decoding does.
+template <class T>
+struct ShownKeys {
+  bool known;
+  uint8_t shown[kBlock];
+  ShownKeys(const Problem<T>& problem, int64_t b, int64_t hk, int64_t begin, int64_t end) {
+    known = problem.masked && problem.knows_shown_keys_sooner(end - begin);
+    if (known) problem.find_shown(b, hk, begin, end, shown);
+  }
+};
 // Rows [begin, end) of a (B, Hkv, S, X) tensor as pointers: null for keys outside every band, and for keys
 // that hold NaN or inf while no query sees them (they must not reach 0 * NaN). Returns whether any is null.
 template <class S, class T>
 inline bool key_rows(const Problem<T>& problem, const View& view, int64_t columns, int64_t b, int64_t hk,
-                     int64_t begin, int64_t end, const S** rows) {
+                     int64_t begin, int64_t end, const ShownKeys<T>& keys, const S** rows) {
   const int64_t first = max(begin, problem.key_begin), last = max(first, min(end, problem.key_end));
   for (int64_t j = begin; j < end; ++j)
     if (j < first || j >= last) rows[j - begin] = nullptr;
@@ -197,14 +208,10 @@ inline bool key_rows(const Problem<T>& problem, const View& view, int64_t column
       rows[j - begin] = row;
   }
   if (!problem.masked) return any;
-  // Of the two questions the cheaper one comes first: reading every row costs as much as decoding does.
-  uint8_t shown[kBlock];
-  const bool known = problem.knows_shown_keys_sooner(end - begin);
-  if (known) problem.find_shown(b, hk, begin, end, shown);
   for (int64_t j = first; j < last; ++j) {
-    if (known && shown[j - begin]) continue;
+    if (keys.known && keys.shown[j - begin]) continue;
     if (row_is_finite(rows[j - begin], view.stride[3], columns)) continue;
-    if (!known && problem.key_is_seen(b, hk, j)) continue;
+    if (!keys.known && problem.key_is_seen(b, hk, j)) continue;
     rows[j - begin] = nullptr;
     any = true;
   }
@@ -278,8 +285,9 @@ inline KeyBlock<T> make_block_of(const Problem<T>& problem, int64_t b, int64_t h
   const int64_t count = end - begin;
   KeyBlock<T> block{begin, end, {}, {}, {}, {}};
   const bool in_pieces = problem.piece_end(begin) < end;
+  const ShownKeys<T> shown(problem, b, hk, begin, end);
   auto first_row = [&](const View& view, int64_t columns) -> const S* {
-    const bool null = key_rows<S>(problem, view, columns, b, hk, begin, end, rows);
+    const bool null = key_rows<S>(problem, view, columns, b, hk, begin, end, shown, rows);
     if (null || in_pieces) return nullptr;
     return static_cast<const S*>(view.data) + problem.key_offset(view, b, hk, begin);
   };

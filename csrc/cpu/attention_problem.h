@@ -92,6 +92,7 @@ struct Problem {
   int64_t shift;                  // the diagonal of query i is key i + shift
   int64_t key_begin, key_end;     // keys inside some query's band
   bool masked;                    // some keys may be hidden by attn_mask or key_padding_mask
+  bool biased;                    // attn_mask holds numbers
   bool half;                      // tensors are in half precision
   bool general;                   // scores need more than a positive scale (then they are transformed first)
   Word<T> threshold;              // dropout drops words below it
@@ -112,7 +113,8 @@ struct Problem {
     key_end = hi;
     masked = p.mask.data || p.key_padding.data;
     half = p.query.dtype == DType::bf16 || p.query.dtype == DType::f16;
-    general = masked || p.alibi.data || p.softcap > 0 || !(p.scale > 0);
+    biased = p.mask.data && p.mask.dtype != DType::boolean;
+    general = biased || p.alibi.data || p.softcap > 0 || !(p.scale > 0);
     double limit = p.dropout_p * 4294967296.0 + 0.5;
     threshold = limit >= 4294967295.0 ? Word<T>(4294967295u) : Word<T>(limit);
     keep_scale = p.dropout_p < 1 ? A<T>(1 / (1 - p.dropout_p)) : A<T>(0);
@@ -149,11 +151,13 @@ struct Problem {
       if (mask_shows(b, h, i, j)) return true;
     return false;
   }
-  // Whether find_shown is quicker than finding that keys and values are finite.
+  // Whether find_shown is quicker than finding that keys and values are finite, in instructions.
   bool knows_shown_keys_sooner(int64_t keys) const {
     int64_t rows = 1;  // of the mask, that the queries of one key/value head have between them
     if (p.mask.data) rows = (p.mask.stride[1] ? group : 1) * (p.mask.stride[2] ? p.L : 1);
-    return rows <= 8 || rows * (keys + 16) <= keys * p.D * (p.mask.dtype == DType::boolean ? 4 : 1);
+    const int64_t per_key = 2 * (p.D + p.Dv) / N<T>,
+                  per_row = 24 + keys / (p.mask.dtype == DType::boolean ? 16 : 4);
+    return rows * per_row <= keys * (16 + per_key);
   }
   // Which of the keys [begin, end) the masks show to some query that reads key/value head hk, among keys in
   // reach of any: the quick way where there are few rows.
@@ -226,7 +230,7 @@ struct Tile {
   int64_t lo_min, lo_max, hi_min, hi_max;
   int64_t vector_lo[NV], vector_hi[NV];  // keys that some row of a vector may see
   bool seen[kTile<T>];
-  bool all_seen;  // no lane is empty or behind the last row
+  bool whole[NV];  // no lane of the vector is empty or behind the last row
   A<T> slope[kTile<T>], diagonal[kTile<T>];
   Word<T> key1[kTile<T>], key2[kTile<T>];  // dropout: two words per row
 };
@@ -247,8 +251,10 @@ FASTATTN_INLINE void describe(const Problem<T>& problem, int64_t b, int64_t coun
   tile.count = int(count);
   tile.b = b;
   tile.lo_min = p.S, tile.lo_max = 0, tile.hi_min = p.S, tile.hi_max = 0;
-  tile.all_seen = count == kTile<T>;
-  for (int v = 0; v < NV; ++v) tile.vector_lo[v] = p.S, tile.vector_hi[v] = 0;
+  for (int v = 0; v < NV; ++v) {
+    tile.vector_lo[v] = p.S, tile.vector_hi[v] = 0;
+    tile.whole[v] = count >= (v + 1) * N<T>;
+  }
   for (int r = 0; r < tile.count; ++r) {
     row_of(r, tile.head[r], tile.row[r]);
     const int64_t h = tile.head[r], i = tile.row[r];
@@ -259,7 +265,7 @@ FASTATTN_INLINE void describe(const Problem<T>& problem, int64_t b, int64_t coun
     tile.lo_max = max(tile.lo_max, lo);
     tile.hi_min = min(tile.hi_min, hi);
     tile.seen[r] = problem.row_sees(b, h, i);
-    tile.all_seen &= tile.seen[r];
+    tile.whole[r / N<T>] &= tile.seen[r];
     if (lo < hi) {
       const int v = r / N<T>;
       tile.vector_lo[v] = min(tile.vector_lo[v], lo);

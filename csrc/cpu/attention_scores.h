@@ -41,7 +41,51 @@ FASTATTN_INLINE V<T> to_log2(V<T> natural) {
   return finite ? scaled : natural;
 }
 
-// Of the elements of a row of a mask. Bit 0: something is visible, bit 1: something is hidden or biased.
+// What masks leave of a tile. Bit 0: something is visible, bit 1: something is hidden or biased.
+FASTATTN_INLINE int content_of(bool visible, bool altered) { return int(visible) | int(altered) << 1; }
+
+// Whether rows of a tile have masks of their own.
+template <class T>
+FASTATTN_INLINE bool mask_rows_differ(const Problem<T>& problem) {
+  const View& mask = problem.p.mask;
+  return mask.data && (mask.stride[2] || (problem.flat && mask.stride[1]));
+}
+
+// Booleans: fills shown[(key - begin) / kWordKeys][kTile] with one bit per key.
+constexpr int64_t kWordKeys = 32;
+template <class T>
+inline int fill_shown(const Problem<T>& problem, const Tile<T>& tile, int64_t begin, int64_t end,
+                      Word<T>* shown) {
+  const View &mask = problem.p.mask, &padding = problem.p.key_padding;
+  const int rows = mask_rows_differ(problem) ? tile.count : 1;
+  uint32_t of_keys[kBlock / kWordKeys];
+  auto bits = [](const uint8_t* row, int64_t stride, int64_t j, int64_t count) {
+    return row ? nonzero_bits(row + j * stride, stride, count) : uint32_t((uint64_t(1) << count) - 1);
+  };
+  const uint8_t* row = static_cast<const uint8_t*>(padding.data);
+  if (row) row += offset(padding, tile.b, begin);
+  for (int64_t j = 0; j < end - begin; j += kWordKeys)
+    of_keys[j / kWordKeys] = bits(row, padding.stride[1], j, min(kWordKeys, end - begin - j));
+  bool visible = false, hidden = false;
+  for (int r = 0; r < rows; ++r) {
+    row = static_cast<const uint8_t*>(mask.data);
+    if (row) row += offset(mask, tile.b, tile.head[r], tile.row[r], begin);
+    for (int64_t j = 0; j < end - begin; j += kWordKeys) {
+      const int64_t count = min(kWordKeys, end - begin - j);
+      const uint32_t word = bits(row, mask.stride[3], j, count) & of_keys[j / kWordKeys];
+      visible |= word != 0;
+      hidden |= word != bits(nullptr, 0, 0, count);
+      shown[j / kWordKeys * kTile<T> + r] = word;
+    }
+  }
+  const int content = content_of(visible, hidden);
+  if (content == 3)
+    for (int64_t j = 0; j < end - begin; j += kWordKeys, shown += kTile<T>)
+      for (int r = rows; r < kTile<T>; ++r) shown[r] = shown[rows - 1];
+  return content;
+}
+
+// Numbers: of the elements of a row.
 template <class M>
 FASTATTN_INLINE int content_of_row(const M* row, int64_t count) {
   bool visible = false, altered = false;
@@ -50,49 +94,38 @@ FASTATTN_INLINE int content_of_row(const M* row, int64_t count) {
       visible |= row[j].bits != (kSame<M, bf16> ? 0xFF80 : 0xFC00);
       altered |= (row[j].bits & 0x7FFF) != 0;
     } else {
-      visible |= kSame<M, uint8_t> ? row[j] != 0 : row[j] != -__builtin_inf();
-      altered |= kSame<M, uint8_t> ? row[j] == 0 : row[j] != 0;
+      visible |= row[j] != -__builtin_inf();
+      altered |= row[j] != 0;
     }
   }
-  return int(visible) | int(altered) << 1;
+  return content_of(visible, altered);
 }
-// Of what the masks hold for a tile, or 3 where that takes as long as reading them: most blocks of most masks
-// show or hide everything.
+// Of what a mask of numbers holds for a tile, or 3 where that takes as long as reading it: most blocks of
+// most masks show or hide everything.
 template <class M, class T>
 inline int content_of_tile(const Problem<T>& problem, const Tile<T>& tile, int64_t begin, int64_t end) {
-  const View &mask = problem.p.mask, &padding = problem.p.key_padding;
-  int of_mask = mask.data ? 0 : 1, of_padding = padding.data ? 0 : 1;
-  if (mask.data && mask.stride[3] != 1) return 3;
-  if (padding.data && padding.stride[1] != 1) return 3;
-  const bool rows_differ = mask.stride[2] || (problem.flat && mask.stride[1]);
-  for (int r = 0; r < (rows_differ ? tile.count : 1) && mask.data && of_mask != 3; ++r)
-    of_mask |= content_of_row(
+  const View& mask = problem.p.mask;
+  if (mask.stride[3] != 1 || problem.p.key_padding.data) return 3;
+  int content = 0;
+  for (int r = 0; r < (mask_rows_differ(problem) ? tile.count : 1) && content != 3; ++r)
+    content |= content_of_row(
         static_cast<const M*>(mask.data) + offset(mask, tile.b, tile.head[r], tile.row[r], begin),
         end - begin);
-  if (padding.data)
-    of_padding = content_of_row(static_cast<const uint8_t*>(padding.data) + offset(padding, tile.b, begin),
-                                end - begin);
-  return (of_mask & of_padding & 1) | ((of_mask | of_padding) & 2);
+  return content;
 }
-
-// Fills bias[key - begin][kTile] with the mask in log2 units (-inf = hidden). Returns bit 0: something is
-// visible, bit 1: something is hidden or biased.
+// Fills bias[key - begin][kTile] with a mask of numbers in log2 units (-inf = hidden).
 template <class M, class T>
-inline int fill_mask_tile(const Problem<T>& problem, const Tile<T>& tile, int64_t begin, int64_t end,
-                          A<T>* bias) {
+inline int fill_bias(const Problem<T>& problem, const Tile<T>& tile, int64_t begin, int64_t end, A<T>* bias) {
   const AttentionParams& p = problem.p;
   const View& mask = p.mask;
   const M* data = static_cast<const M*>(mask.data);
-  const int64_t keys = end - begin;
+  const int64_t keys = end - begin, stride = mask.stride[3];
   const int content = content_of_tile<M>(problem, tile, begin, end);
   if (content != 3) return content;
-  auto units = [](V<T> m) { return kSame<M, uint8_t> ? m : to_log2<T>(m); };
-  if (!data) {
-    for (int64_t x = 0; x < keys * kTile<T>; x += N<T>) store(bias + x, V<T>{});
-  } else if (mask.stride[2] == 0 && (!problem.flat || mask.stride[1] == 0)) {
+  if (!mask_rows_differ(problem)) {
     const M* row = data + offset(mask, tile.b, tile.head[0], 0, begin);
     for (int64_t j = 0; j < keys; ++j) {
-      V<T> value = V<T>{} + units(load_mask<T>(row + j * mask.stride[3], 1, 1))[0];
+      V<T> value = V<T>{} + to_log2<T>(load_mask<T>(row + j * stride, 1, 1))[0];
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) store(bias + j * kTile<T> + v * N<T>, value);
     }
@@ -102,19 +135,18 @@ inline int fill_mask_tile(const Problem<T>& problem, const Tile<T>& tile, int64_
       const M* row[N<T>];
       for (int r = 0; r < N<T>; ++r)
         row[r] = data + offset(mask, tile.b, tile.head[v * N<T> + r], tile.row[v * N<T> + r], begin);
-      const int64_t stride = mask.stride[3];
       const int64_t ahead = kTile<T> * mask.stride[2];  // the same keys of the next tile, which comes next
       for (int64_t j = 0; j < keys; j += N<T>) {
         V<T> block[N<T>];
         if (stride == 1 && keys - j >= N<T>)
 #pragma GCC unroll 16
           for (int r = 0; r < N<T>; ++r) {
-            block[r] = units(load_mask<T>(row[r] + j, 1, N<T>));
+            block[r] = to_log2<T>(load_mask<T>(row[r] + j, 1, N<T>));
             __builtin_prefetch(row[r] + ahead + j);
           }
         else
           for (int r = 0; r < N<T>; ++r)
-            block[r] = units(load_mask<T>(row[r] + j * stride, stride, keys - j));
+            block[r] = to_log2<T>(load_mask<T>(row[r] + j * stride, stride, keys - j));
         transpose<A<T>>(block);
         if (keys - j >= N<T>)
 #pragma GCC unroll 16
@@ -130,25 +162,24 @@ inline int fill_mask_tile(const Problem<T>& problem, const Tile<T>& tile, int64_
       if (!shown[offset(p.key_padding, tile.b, begin + j)])
 #pragma GCC unroll 4
         for (int v = 0; v < NV; ++v) store(bias + j * kTile<T> + v * N<T>, V<T>{} - kInf<T>);
+  } else if (stride == 1) {
+    return content;  // content_of_tile has read it all, and found both
   }
-  // content_of_tile has read the one mask there is, and found both.
-  if (p.key_padding.data ? !data && p.key_padding.stride[1] == 1 : mask.stride[3] == 1) return content;
   Vec<Int<A<T>>> visible{}, altered{};
   for (int64_t x = 0; x < keys * kTile<T>; x += N<T>) {
     V<T> value = load(bias + x);
     visible |= value != -kInf<T>;
     altered |= value != 0;
   }
-  return int(any(visible)) | int(any(altered)) << 1;
+  return content_of(any(visible), any(altered));
 }
 template <class T>
-inline int mask_tile(const Problem<T>& problem, const Tile<T>& tile, int64_t begin, int64_t end, A<T>* bias) {
-  if (problem.p.mask.dtype == DType::boolean || !problem.p.mask.data)
-    return fill_mask_tile<uint8_t>(problem, tile, begin, end, bias);
-  if (problem.p.mask.dtype == DType::f32) return fill_mask_tile<float>(problem, tile, begin, end, bias);
+inline int fill_bias_of(const Problem<T>& problem, const Tile<T>& tile, int64_t begin, int64_t end,
+                        A<T>* bias) {
+  if (problem.p.mask.dtype == DType::f32) return fill_bias<float>(problem, tile, begin, end, bias);
   int content = 0;
   with_dtype_beside<T>(problem.p.mask.dtype,
-                       [&]<class S>(S) { content = fill_mask_tile<S>(problem, tile, begin, end, bias); });
+                       [&]<class S>(S) { content = fill_bias<S>(problem, tile, begin, end, bias); });
   return content;
 }
 
@@ -195,17 +226,19 @@ FASTATTN_INLINE void for_visible(const Tile<T>& tile, int64_t block_begin, Span 
 template <class T>
 struct Scores {
   A<T>* scores;
-  A<T>* bias;
+  A<T>* bias;      // of a mask of numbers
+  Word<T>* shown;  // of boolean masks
   Span span;
   int64_t block_begin;
   int64_t begin, end;  // keys of the span that exist
-  int content;         // what mask_tile says
+  int content;         // what the masks leave
   A<T> factor;         // the score in log2 units is scores * factor
   int64_t ring;        // mask of the rows in use: all, or those of the ring
 
   void take(Arena& arena, const Problem<T>& problem) {
     scores = arena.take<A<T>>(kBlock * kTile<T>);
-    bias = problem.masked ? arena.take<A<T>>(kBlock * kTile<T>) : nullptr;
+    bias = problem.biased ? arena.take<A<T>>(kBlock * kTile<T>) : nullptr;
+    shown = problem.masked && !bias ? arena.take<Word<T>>(kBlock / kWordKeys * kTile<T>) : nullptr;
     ring = -1;
   }
   FASTATTN_INLINE A<T>* row(int64_t j) const { return scores + (j & ring) * kTile<T>; }
@@ -216,7 +249,9 @@ struct Scores {
     block_begin = block.begin;
     begin = block.begin + span.begin;
     end = min(block.begin + span.end, block.end);
-    content = problem.masked ? mask_tile(problem, tile, begin, end, bias) : 1;
+    content = bias    ? fill_bias_of(problem, tile, begin, end, bias)
+              : shown ? fill_shown(problem, tile, begin, end, shown)
+                      : content_of(true, false);
     return content & 1;
   }
   // The products of the span.
@@ -241,7 +276,6 @@ struct Scores {
     const AttentionParams& p = problem.p;
     A<T>* rows = row(from);
     const int64_t keys = to - from, first = block_begin + from, last = min(end, block_begin + to);
-    const A<T>* hidden = bias + (from - span.begin) * kTile<T>;
     factor = A<T>(p.scale * kLog2e);
     if (problem.general) {
       const A<T> cap = A<T>(p.softcap), cap_log2 = A<T>(p.softcap * kLog2e);
@@ -262,8 +296,8 @@ struct Scores {
             distance = distance < 0 ? -distance : distance;
             s -= load(tile.slope + v * N<T>) * distance * A<T>(kLog2e);
           }
-          if (content & 2) {
-            V<T> m = load(hidden + j * kTile<T> + v * N<T>);
+          if (bias && content & 2) {
+            V<T> m = load(bias + (from - span.begin + j) * kTile<T> + v * N<T>);
             s = m == -kInf<T> ? m : s + m;
           }
           store(at, s);
@@ -273,6 +307,17 @@ struct Scores {
           store(bend + x, V<T>{});
       factor = 1;
     }
+    if (shown && content & 2)
+      for (int64_t j = 0; j < last - first; ++j) {
+        const int64_t at = from - span.begin + j;
+        const Word<T>* word = shown + at / kWordKeys * kTile<T>;
+        const Word<T> bit = Word<T>(1) << at % kWordKeys;
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; ++v) {
+          A<T>* score = rows + j * kTile<T> + v * N<T>;
+          store(score, (load(word + v * N<T>) & bit) != 0 ? load(score) : V<T>{} - kInf<T>);
+        }
+      }
     // Keys that some lane's band does not include.
     using VI = Vec<Int<A<T>>>;
     for (int64_t j = 0; j < keys; ++j) {

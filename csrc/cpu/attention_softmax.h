@@ -193,7 +193,7 @@ inline void finish_tile_of(const Problem<T>& problem, const Tile<T>& tile, State
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) {
     inverse[v] = A<T>(1) / state.sum[v];
-    if (!tile.all_seen)
+    if (!tile.whole[v])
       for (int i = 0; i < N<T>; ++i)
         if (!tile.seen[v * N<T> + i]) inverse[v][i] = 0;
   }
@@ -210,7 +210,7 @@ inline void finish_tile_of(const Problem<T>& problem, const Tile<T>& tile, State
         for (int i = 0; i < N<T>; ++i)
           block[i] = d + i < p.Dv ? load(state.out + (d + i) * kTile<T> + v * N<T>) * inverse[v] : V<T>{};
       transpose<A<T>>(block);
-      if (tile.all_seen && d + N<T> <= p.Dv) {
+      if (tile.whole[v] && d + N<T> <= p.Dv) {
 #pragma GCC unroll 16
         for (int i = 0; i < N<T>; ++i)
           round_store(out + offset(p.out, tile.b, tile.head[v * N<T> + i], tile.row[v * N<T> + i], d),

@@ -503,6 +503,40 @@ FASTATTN_INLINE void store_row(T* p, int64_t stride, int64_t count, Vec<A> v) {
   for (int64_t i = 0; i < n; ++i) p[i * stride] = buffer[i];
 }
 
+// Bit i says whether m[i * stride] is other than 0, for `count` bytes of at most 32; the other bits are 0.
+FASTATTN_INLINE uint32_t nonzero_bits(const uint8_t* m, int64_t stride, int64_t count) {
+#if defined(__AVX512BW__)
+  if (stride == 1) {
+    const __m256i bytes = _mm256_maskz_loadu_epi8(__mmask32((uint64_t(1) << count) - 1), m);
+    return _mm256_test_epi8_mask(bytes, bytes);
+  }
+#endif
+  uint8_t buffer[32];
+  if (stride != 1 || count < 32) {
+    std::memset(buffer, 0, sizeof buffer);
+    for (int64_t i = 0; i < count; ++i) buffer[i] = m[i * stride];
+    m = buffer;
+  }
+#if defined(__SSE2__)
+  auto zeros = [m](int at) {
+    __m128i bytes;
+    __builtin_memcpy(&bytes, m + at, sizeof bytes);
+    return uint32_t(_mm_movemask_epi8(_mm_cmpeq_epi8(bytes, _mm_setzero_si128())));
+  };
+  return ~(zeros(0) | zeros(16) << 16);
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < 32; i += 8) {
+    constexpr uint64_t kLow = 0x7f7f7f7f7f7f7f7f;
+    uint64_t bytes;
+    __builtin_memcpy(&bytes, m + i, sizeof bytes);
+    bytes = ((((bytes & kLow) + kLow) | bytes) & ~kLow) >> 7;   // 1 for each that is not 0
+    bits |= uint32_t((bytes * 0x0102040810204080) >> 56) << i;  // gathers them in the top byte
+  }
+  return bits;
+#endif
+}
+
 // --- transposition ----------------------------------------------------------------------------------------
 
 // One butterfly: exchanges the off-diagonal blocks of size kStep of rows i and i + kStep.
