@@ -157,8 +157,10 @@ inline void forward_tiles(const Problem<T>& problem, int64_t b, int64_t hk, int6
   }
   for (int64_t begin = round_down(key_begin, kBlock); begin < key_end; begin += kBlock) {
     KeyBlock<T> block = make_block(problem, b, hk, begin, min(begin + kBlock, p.S), Use::forward, scratch);
-    for (int64_t t = 0; t < count; ++t)
+    for (int64_t t = 0; t < count; ++t) {
       step.run(problem, tiles[t], panels + t * problem.depth * kTile<T>, block, states[t]);
+      block.key_ahead = block.value_ahead = {};  // the first tile has it all brought
+    }
   }
   if (plan.splits > 1) {
     std::memcpy(partial, states[0].reference, sizeof states[0].reference);

@@ -117,7 +117,8 @@ inline bool grad_score_tile(const Problem<T>& problem, const Tile<T>& tile, Grad
   for_visible(tile, block.begin, span, [&](Span part, auto vectors, int lane) {
     Format<T>::template scores<vectors>(
         part.end - part.begin, problem.depth_v, block.value.data + part.begin * block.value.ld,
-        block.value.ld, g.grad_out_t + lane, scratch.grad_weights + part.begin * kTile<T> + lane);
+        block.value.ld, g.grad_out_t + lane, scratch.grad_weights + part.begin * kTile<T> + lane,
+        block.value_ahead);
   });
   const bool dropout = problem.has_dropout();
   auto weight = [&](int64_t x, int v) {

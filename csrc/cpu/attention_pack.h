@@ -147,6 +147,7 @@ struct KeyBlock {
   int64_t begin, end;  // keys [begin, end); begin is a multiple of kBlock
   Straight<T> key, value;
   Sideways<T> key_t, value_t;
+  Ahead<E<T>> key_ahead, value_ahead;  // of the next block, where both are read in place
 };
 enum class Use { scores, forward, backward };  // which operands of a block are wanted
 template <class T>
@@ -181,6 +182,19 @@ inline bool row_is_finite(const T* row, int64_t stride, int64_t columns) {
   return sum == 0;
 }
 
+// Of `count` rows together, which takes a fraction of the time. False may be wrong: then rows are asked.
+template <class T, class S>
+inline bool rows_are_finite(const S* const* rows, int64_t count, int64_t stride, int64_t columns) {
+  if (stride != 1) return false;
+  V<T> total[2] = {};  // x * 0 is 0 for finite x, NaN otherwise
+  for (int64_t j = 0; j < count; ++j)
+    for (int64_t d = 0; d < columns; d += 2 * N<T>) {
+      total[0] += load_row<A<T>>(rows[j] + d, 1, columns - d) * A<T>(0);
+      if (d + N<T> < columns) total[1] += load_row<A<T>>(rows[j] + d + N<T>, 1, columns - d - N<T>) * A<T>(0);
+    }
+  return !any(total[0] + total[1] != 0);
+}
+
 // Which keys of a block some query sees, as far as finding that is quicker than finding that the keys and
 // values are finite: reading every one of their rows costs as much as decoding does.
 template <class T>
@@ -208,6 +222,8 @@ inline bool key_rows(const Problem<T>& problem, const View& view, int64_t column
       rows[j - begin] = row;
   }
   if (!problem.masked) return any;
+  if (!keys.known && rows_are_finite<T>(rows + (first - begin), last - first, view.stride[3], columns))
+    return any;
   for (int64_t j = first; j < last; ++j) {
     if (keys.known && keys.shown[j - begin]) continue;
     if (row_is_finite(rows[j - begin], view.stride[3], columns)) continue;
@@ -283,7 +299,7 @@ inline KeyBlock<T> make_block_of(const Problem<T>& problem, int64_t b, int64_t h
   const AttentionParams& p = problem.p;
   const S* rows[kBlock];
   const int64_t count = end - begin;
-  KeyBlock<T> block{begin, end, {}, {}, {}, {}};
+  KeyBlock<T> block{begin, end, {}, {}, {}, {}, {}, {}};
   const bool in_pieces = problem.piece_end(begin) < end;
   const ShownKeys<T> shown(problem, b, hk, begin, end);
   auto first_row = [&](const View& view, int64_t columns) -> const S* {
@@ -292,12 +308,18 @@ inline KeyBlock<T> make_block_of(const Problem<T>& problem, int64_t b, int64_t h
     return static_cast<const S*>(view.data) + problem.key_offset(view, b, hk, begin);
   };
   const S* first = first_row(p.key, p.D);
+  auto next = [&](const Straight<T>& operand, const E<T>* copy) -> Ahead<E<T>> {
+    return {kPairs<T> || operand.data == copy || end >= problem.key_end ? nullptr
+                                                                        : operand.data + kBlock * operand.ld};
+  };
   block.key = straight<S, T>(p.key, first, p.D, problem.depth, rows, count, scratch.key);
+  block.key_ahead = next(block.key, scratch.key);
   if (use == Use::backward) block.key_t = sideways<S, T>(p.key, p.D, rows, count, block.key, scratch.key_t);
   if (use == Use::scores) return block;
   first = first_row(p.value, p.Dv);
   if (scratch.value)
-    block.value = straight<S, T>(p.value, first, p.Dv, problem.depth_v, rows, count, scratch.value);
+    block.value = straight<S, T>(p.value, first, p.Dv, problem.depth_v, rows, count, scratch.value),
+    block.value_ahead = next(block.value, scratch.value);
   if (use == Use::forward)
     block.value_t = sideways<S, T>(p.value, p.Dv, rows, count, block.value, scratch.value_t);
   return block;

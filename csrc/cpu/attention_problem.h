@@ -52,6 +52,7 @@ constexpr int NV = kColumns;  // vectors per tile
 template <class T>
 constexpr int kTile = NV * N<T>;  // query rows per tile
 constexpr int64_t kBlock = 128;   // keys per block: a 128 x 32 fp32 score tile is 16 KB, half of a small L1
+static_assert(kBlock == Ahead<float>::kRows);
 template <class T>
 constexpr bool kPairs = Format<T>::kStep == 2;
 // Keys per tile are rounded to this: the depth of out^T += V^T P^T, and the rows of the scores.
@@ -92,7 +93,7 @@ struct Problem {
   int64_t shift;                  // the diagonal of query i is key i + shift
   int64_t key_begin, key_end;     // keys inside some query's band
   bool masked;                    // some keys may be hidden by attn_mask or key_padding_mask
-  bool biased;                    // attn_mask holds numbers
+  bool biased, hides;             // a mask holds numbers; one is boolean
   bool half;                      // tensors are in half precision
   bool general;                   // scores need more than a positive scale (then they are transformed first)
   Word<T> threshold;              // dropout drops words below it
@@ -114,6 +115,7 @@ struct Problem {
     masked = p.mask.data || p.key_padding.data;
     half = p.query.dtype == DType::bf16 || p.query.dtype == DType::f16;
     biased = p.mask.data && p.mask.dtype != DType::boolean;
+    hides = p.key_padding.data || (p.mask.data && !biased);
     general = biased || p.alibi.data || p.softcap > 0 || !(p.scale > 0);
     double limit = p.dropout_p * 4294967296.0 + 0.5;
     threshold = limit >= 4294967295.0 ? Word<T>(4294967295u) : Word<T>(limit);
@@ -151,13 +153,12 @@ struct Problem {
       if (mask_shows(b, h, i, j)) return true;
     return false;
   }
-  // Whether find_shown is quicker than finding that keys and values are finite, in instructions.
+  // Whether find_shown is quicker than finding that keys and values are finite.
   bool knows_shown_keys_sooner(int64_t keys) const {
     int64_t rows = 1;  // of the mask, that the queries of one key/value head have between them
     if (p.mask.data) rows = (p.mask.stride[1] ? group : 1) * (p.mask.stride[2] ? p.L : 1);
-    const int64_t per_key = 2 * (p.D + p.Dv) / N<T>,
-                  per_row = 24 + keys / (p.mask.dtype == DType::boolean ? 16 : 4);
-    return rows * per_row <= keys * (16 + per_key);
+    const int64_t per_row = 32 + keys / (p.mask.dtype == DType::boolean ? 16 : 2);  // cycles
+    return rows * per_row <= keys * (8 + (p.D + p.Dv) / N<T>);
   }
   // Which of the keys [begin, end) the masks show to some query that reads key/value head hk, among keys in
   // reach of any: the quick way where there are few rows.
@@ -226,6 +227,7 @@ struct Tile {
   int vectors;  // that products and softmax take: those in use, in pairs all
   int64_t b;
   int64_t head[kTile<T>], row[kTile<T>];
+  int64_t mask_row[kTile<T>];            // where in attn_mask
   Int<A<T>> lo[kTile<T>], hi[kTile<T>];  // visible band of each row
   int64_t lo_min, lo_max, hi_min, hi_max;
   int64_t vector_lo[NV], vector_hi[NV];  // keys that some row of a vector may see
@@ -260,6 +262,7 @@ FASTATTN_INLINE void describe(const Problem<T>& problem, int64_t b, int64_t coun
     const int64_t h = tile.head[r], i = tile.row[r];
     int64_t lo, hi;
     problem.band(i, lo, hi);
+    if (p.mask.data) tile.mask_row[r] = offset(p.mask, b, h, i);
     tile.lo[r] = Int<A<T>>(lo);
     tile.hi[r] = Int<A<T>>(hi);
     tile.lo_max = max(tile.lo_max, lo);
@@ -290,6 +293,7 @@ FASTATTN_INLINE void describe(const Problem<T>& problem, int64_t b, int64_t coun
   tile.vectors = kPairs<T> ? NV : used / N<T>;
   for (int r = tile.count; r < kTile<T>; ++r) {
     tile.head[r] = tile.head[last], tile.row[r] = tile.row[last];
+    tile.mask_row[r] = tile.mask_row[last];
     tile.lo[r] = r < used ? tile.lo[last] : 0;
     tile.hi[r] = r < used ? tile.hi[last] : 0;
     tile.seen[r] = false;

@@ -34,9 +34,8 @@ template <class T>
 constexpr A<T> kLargest = sizeof(A<T>) == 8 ? A<T>(0x1p1023) : A<T>(0x1p127);
 template <class T>
 FASTATTN_INLINE V<T> to_log2(V<T> natural) {
-  V<T> scaled = natural * A<T>(kLog2e);
-  scaled = scaled > kLargest<T> ? V<T>{} + kLargest<T> : scaled;
-  scaled = scaled < -kLargest<T> ? V<T>{} - kLargest<T> : scaled;
+  const V<T> most = V<T>{} + kLargest<T>;
+  const V<T> scaled = maximum(-most, minimum(most, natural * A<T>(kLog2e)));
   const auto finite = natural - natural == 0;
   return finite ? scaled : natural;
 }
@@ -56,8 +55,8 @@ constexpr int64_t kWordKeys = 32;
 template <class T>
 inline int fill_shown(const Problem<T>& problem, const Tile<T>& tile, int64_t begin, int64_t end,
                       Word<T>* shown) {
-  const View &mask = problem.p.mask, &padding = problem.p.key_padding;
-  const int rows = mask_rows_differ(problem) ? tile.count : 1;
+  const View &padding = problem.p.key_padding, mask = problem.biased ? View{} : problem.p.mask;
+  const int rows = mask.data && mask_rows_differ(problem) ? tile.count : 1;
   uint32_t of_keys[kBlock / kWordKeys];
   auto bits = [](const uint8_t* row, int64_t stride, int64_t j, int64_t count) {
     return row ? nonzero_bits(row + j * stride, stride, count) : uint32_t((uint64_t(1) << count) - 1);
@@ -85,7 +84,13 @@ inline int fill_shown(const Problem<T>& problem, const Tile<T>& tile, int64_t be
   return content;
 }
 
-// Numbers: of the elements of a row.
+// f(M{}) for a mask of numbers
+template <class T, class F>
+FASTATTN_INLINE void with_mask_of_numbers(DType dtype, F&& f) {
+  if (dtype == DType::f32) return f(float{});
+  with_dtype_beside<T>(dtype, f);
+}
+// Of the elements of a row of numbers.
 template <class M>
 FASTATTN_INLINE int content_of_row(const M* row, int64_t count) {
   bool visible = false, altered = false;
@@ -105,7 +110,7 @@ FASTATTN_INLINE int content_of_row(const M* row, int64_t count) {
 template <class M, class T>
 inline int content_of_tile(const Problem<T>& problem, const Tile<T>& tile, int64_t begin, int64_t end) {
   const View& mask = problem.p.mask;
-  if (mask.stride[3] != 1 || problem.p.key_padding.data) return 3;
+  if (mask.stride[3] != 1) return 3;
   int content = 0;
   for (int r = 0; r < (mask_rows_differ(problem) ? tile.count : 1) && content != 3; ++r)
     content |= content_of_row(
@@ -113,74 +118,46 @@ inline int content_of_tile(const Problem<T>& problem, const Tile<T>& tile, int64
         end - begin);
   return content;
 }
-// Fills bias[key - begin][kTile] with a mask of numbers in log2 units (-inf = hidden).
+template <class T>
+inline int content_of_bias(const Problem<T>& problem, const Tile<T>& tile, int64_t begin, int64_t end) {
+  int content = 0;
+  with_mask_of_numbers<T>(problem.p.mask.dtype,
+                          [&]<class M>(M) { content = content_of_tile<M>(problem, tile, begin, end); });
+  return content;
+}
+// bias[i]: what a mask of numbers adds to the scores of key `key` + i and the rows of vector v, in log2
+// units, for `count` keys.
 template <class M, class T>
-inline int fill_bias(const Problem<T>& problem, const Tile<T>& tile, int64_t begin, int64_t end, A<T>* bias) {
-  const AttentionParams& p = problem.p;
-  const View& mask = p.mask;
+FASTATTN_INLINE void load_bias_as(const Problem<T>& problem, const Tile<T>& tile, int v, int64_t key,
+                                  int64_t count, V<T> (&bias)[N<T>]) {
+  const View& mask = problem.p.mask;
   const M* data = static_cast<const M*>(mask.data);
-  const int64_t keys = end - begin, stride = mask.stride[3];
-  const int content = content_of_tile<M>(problem, tile, begin, end);
-  if (content != 3) return content;
+  const int64_t stride = mask.stride[3];
   if (!mask_rows_differ(problem)) {
-    const M* row = data + offset(mask, tile.b, tile.head[0], 0, begin);
-    for (int64_t j = 0; j < keys; ++j) {
-      V<T> value = V<T>{} + to_log2<T>(load_mask<T>(row + j * stride, 1, 1))[0];
-#pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) store(bias + j * kTile<T> + v * N<T>, value);
+    const V<T> of_keys =
+        to_log2<T>(load_mask<T>(data + offset(mask, tile.b, tile.head[0], 0, key), stride, count));
+    for (int i = 0; i < N<T>; ++i) bias[i] = V<T>{} + of_keys[i];
+    return;
+  }
+  data += key * stride;
+  const int64_t* row = tile.mask_row + v * N<T>;
+  if (stride == 1 && count >= N<T>) {
+    const int64_t ahead = kTile<T> * mask.stride[2];  // the same keys of the next tile, which comes next
+#pragma GCC unroll 16
+    for (int r = 0; r < N<T>; ++r) {
+      bias[r] = to_log2<T>(load_mask<T>(data + row[r], 1, N<T>));
+      __builtin_prefetch(data + row[r] + ahead);
     }
   } else {
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) {
-      const M* row[N<T>];
-      for (int r = 0; r < N<T>; ++r)
-        row[r] = data + offset(mask, tile.b, tile.head[v * N<T> + r], tile.row[v * N<T> + r], begin);
-      const int64_t ahead = kTile<T> * mask.stride[2];  // the same keys of the next tile, which comes next
-      for (int64_t j = 0; j < keys; j += N<T>) {
-        V<T> block[N<T>];
-        if (stride == 1 && keys - j >= N<T>)
-#pragma GCC unroll 16
-          for (int r = 0; r < N<T>; ++r) {
-            block[r] = to_log2<T>(load_mask<T>(row[r] + j, 1, N<T>));
-            __builtin_prefetch(row[r] + ahead + j);
-          }
-        else
-          for (int r = 0; r < N<T>; ++r)
-            block[r] = to_log2<T>(load_mask<T>(row[r] + j * stride, stride, keys - j));
-        transpose<A<T>>(block);
-        if (keys - j >= N<T>)
-#pragma GCC unroll 16
-          for (int i = 0; i < N<T>; ++i) store(bias + (j + i) * kTile<T> + v * N<T>, block[i]);
-        else
-          for (int i = 0; i < keys - j; ++i) store(bias + (j + i) * kTile<T> + v * N<T>, block[i]);
-      }
-    }
+    for (int r = 0; r < N<T>; ++r) bias[r] = to_log2<T>(load_mask<T>(data + row[r], stride, count));
   }
-  if (p.key_padding.data) {
-    const uint8_t* shown = static_cast<const uint8_t*>(p.key_padding.data);
-    for (int64_t j = 0; j < keys; ++j)
-      if (!shown[offset(p.key_padding, tile.b, begin + j)])
-#pragma GCC unroll 4
-        for (int v = 0; v < NV; ++v) store(bias + j * kTile<T> + v * N<T>, V<T>{} - kInf<T>);
-  } else if (stride == 1) {
-    return content;  // content_of_tile has read it all, and found both
-  }
-  Vec<Int<A<T>>> visible{}, altered{};
-  for (int64_t x = 0; x < keys * kTile<T>; x += N<T>) {
-    V<T> value = load(bias + x);
-    visible |= value != -kInf<T>;
-    altered |= value != 0;
-  }
-  return content_of(any(visible), any(altered));
+  transpose<A<T>>(bias);
 }
 template <class T>
-inline int fill_bias_of(const Problem<T>& problem, const Tile<T>& tile, int64_t begin, int64_t end,
-                        A<T>* bias) {
-  if (problem.p.mask.dtype == DType::f32) return fill_bias<float>(problem, tile, begin, end, bias);
-  int content = 0;
-  with_dtype_beside<T>(problem.p.mask.dtype,
-                       [&]<class S>(S) { content = fill_bias<S>(problem, tile, begin, end, bias); });
-  return content;
+FASTATTN_INLINE void load_bias(const Problem<T>& problem, const Tile<T>& tile, int v, int64_t key,
+                               int64_t count, V<T> (&bias)[N<T>]) {
+  with_mask_of_numbers<T>(problem.p.mask.dtype,
+                          [&]<class M>(M) { load_bias_as<M>(problem, tile, v, key, count, bias); });
 }
 
 // The part of a block that a tile visits: [begin, end) rounded to what products need, relative to the block.
@@ -226,19 +203,17 @@ FASTATTN_INLINE void for_visible(const Tile<T>& tile, int64_t block_begin, Span 
 template <class T>
 struct Scores {
   A<T>* scores;
-  A<T>* bias;      // of a mask of numbers
   Word<T>* shown;  // of boolean masks
   Span span;
   int64_t block_begin;
-  int64_t begin, end;  // keys of the span that exist
-  int content;         // what the masks leave
-  A<T> factor;         // the score in log2 units is scores * factor
-  int64_t ring;        // mask of the rows in use: all, or those of the ring
+  int64_t begin, end;   // keys of the span that exist
+  bool biased, hidden;  // by masks
+  A<T> factor;          // the score in log2 units is scores * factor
+  int64_t ring;         // mask of the rows in use: all, or those of the ring
 
   void take(Arena& arena, const Problem<T>& problem) {
     scores = arena.take<A<T>>(kBlock * kTile<T>);
-    bias = problem.biased ? arena.take<A<T>>(kBlock * kTile<T>) : nullptr;
-    shown = problem.masked && !bias ? arena.take<Word<T>>(kBlock / kWordKeys * kTile<T>) : nullptr;
+    shown = problem.hides ? arena.take<Word<T>>(kBlock / kWordKeys * kTile<T>) : nullptr;
     ring = -1;
   }
   FASTATTN_INLINE A<T>* row(int64_t j) const { return scores + (j & ring) * kTile<T>; }
@@ -249,10 +224,10 @@ struct Scores {
     block_begin = block.begin;
     begin = block.begin + span.begin;
     end = min(block.begin + span.end, block.end);
-    content = bias    ? fill_bias_of(problem, tile, begin, end, bias)
-              : shown ? fill_shown(problem, tile, begin, end, shown)
-                      : content_of(true, false);
-    return content & 1;
+    const int bias = problem.biased ? content_of_bias(problem, tile, begin, end) : content_of(true, false);
+    const int mask = shown ? fill_shown(problem, tile, begin, end, shown) : content_of(true, false);
+    biased = bias & 2, hidden = mask & 2;
+    return bias & mask & 1;
   }
   // The products of the span.
   void multiply(const Problem<T>& problem, const Tile<T>& tile, const E<T>* query_panel,
@@ -260,7 +235,7 @@ struct Scores {
     for_visible(tile, block_begin, span, [&](Span part, auto vectors, int lane) {
       Format<T>::template scores<vectors>(part.end - part.begin, problem.depth,
                                           block.key.data + part.begin * block.key.ld, block.key.ld,
-                                          query_panel + lane, row(part.begin) + lane);
+                                          query_panel + lane, row(part.begin) + lane, block.key_ahead);
     });
   }
   // Takes over the factor, so that scores are rounded as their maximum is.
@@ -270,6 +245,39 @@ struct Scores {
       for (int v = 0; v < NV; ++v) store(row(j) + v * N<T>, load(row(j) + v * N<T>) * factor);
     factor = 1;
   }
+  // The general case of `transform`: `keys` rows that begin with key `from` of the block.
+  template <bool kBent>  // by a softcap or slopes
+  void to_log2_units(const Problem<T>& problem, const Tile<T>& tile, A<T>* rows, int64_t from, int64_t keys,
+                     A<T>* bend) const {
+    const AttentionParams& p = problem.p;
+    const A<T> cap = kBent ? A<T>(p.softcap) : A<T>(0), cap_log2 = A<T>(p.softcap * kLog2e);
+    const A<T> scale = A<T>(cap > 0 ? p.scale : p.scale * kLog2e);
+    const A<T> inverse_cap = cap > 0 ? A<T>(1) / cap : A<T>(0);
+    const int64_t first = block_begin + from;
+    for (int64_t j0 = 0; j0 < keys; j0 += N<T>)
+      for (int v = 0; v < tile.vectors; ++v) {
+        const int64_t count = min(N<T>, keys - j0);
+        V<T> bias[N<T>];
+        if (biased) load_bias(problem, tile, v, first + j0, count, bias);
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t j = j0 + i;
+          A<T>* at = rows + j * kTile<T> + v * N<T>;
+          V<T> s = load(at) * scale;
+          if (kBent && cap > 0) {
+            V<T> t = tanh(s * inverse_cap);
+            s = t * cap_log2;
+            if (bend) store(bend + (from + j) * kTile<T> + v * N<T>, A<T>(1) - t * t);
+          }
+          if (kBent && p.alibi.data) {
+            V<T> distance = load(tile.diagonal + v * N<T>) - A<T>(first + j);
+            distance = distance < 0 ? -distance : distance;
+            s -= load(tile.slope + v * N<T>) * distance * A<T>(kLog2e);
+          }
+          if (biased) s = bias[i] == -kInf<T> ? bias[i] : s + bias[i];
+          store(at, s);
+        }
+      }
+  }
   // From q.k to log2 units (up to `factor`) with hidden scores at -inf, keys [from, to) of the block. `bend`
   // receives d(capped score) / d(scaled score) where there is a softcap.
   void transform(const Problem<T>& problem, const Tile<T>& tile, int64_t from, int64_t to, A<T>* bend) {
@@ -278,36 +286,16 @@ struct Scores {
     const int64_t keys = to - from, first = block_begin + from, last = min(end, block_begin + to);
     factor = A<T>(p.scale * kLog2e);
     if (problem.general) {
-      const A<T> cap = A<T>(p.softcap), cap_log2 = A<T>(p.softcap * kLog2e);
-      const A<T> scale = A<T>(cap > 0 ? p.scale : p.scale * kLog2e);
-      const A<T> inverse_cap = cap > 0 ? A<T>(1) / cap : A<T>(0);
-      for (int64_t j = 0; j < last - first; ++j)
-#pragma GCC unroll 4
-        for (int v = 0; v < NV; ++v) {
-          A<T>* at = rows + j * kTile<T> + v * N<T>;
-          V<T> s = load(at) * scale;
-          if (cap > 0) {
-            V<T> t = tanh(s * inverse_cap);
-            s = t * cap_log2;
-            if (bend) store(bend + (from + j) * kTile<T> + v * N<T>, A<T>(1) - t * t);
-          }
-          if (p.alibi.data) {
-            V<T> distance = load(tile.diagonal + v * N<T>) - A<T>(first + j);
-            distance = distance < 0 ? -distance : distance;
-            s -= load(tile.slope + v * N<T>) * distance * A<T>(kLog2e);
-          }
-          if (bias && content & 2) {
-            V<T> m = load(bias + (from - span.begin + j) * kTile<T> + v * N<T>);
-            s = m == -kInf<T> ? m : s + m;
-          }
-          store(at, s);
-        }
+      if (p.softcap > 0 || p.alibi.data)
+        to_log2_units<true>(problem, tile, rows, from, last - first, bend);
+      else
+        to_log2_units<false>(problem, tile, rows, from, last - first, bend);
       if (bend)  // dS is 0 in the rows behind the last key; so must be what it is multiplied with
         for (int64_t x = (last - block_begin) * kTile<T>; x < to * kTile<T>; x += N<T>)
           store(bend + x, V<T>{});
       factor = 1;
     }
-    if (shown && content & 2)
+    if (hidden)
       for (int64_t j = 0; j < last - first; ++j) {
         const int64_t at = from - span.begin + j;
         const Word<T>* word = shown + at / kWordKeys * kTile<T>;

@@ -138,8 +138,8 @@ inline void add_values(const Tile<T>& tile, const KeyBlock<T>& block, Span span,
                        int64_t rows, A<T>* out) {
   for_visible(tile, block.begin, span, [&](Span part, auto vectors, int lane) {
     Format<T>::template outputs<vectors>(rows, part.end - part.begin, block.value_t.at(0, part.begin),
-                                         block.value_t.ld, weights + part.begin * kTile<T> + lane,
-                                         out + lane);
+                                         block.value_t.ld, weights + part.begin * kTile<T> + lane, out + lane,
+                                         block.value_ahead);
   });
 }
 

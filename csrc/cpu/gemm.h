@@ -42,6 +42,20 @@ struct TileConfiguration {
 
 enum class Product { scores, outputs, keys };
 
+// What a product has brought into the second-level cache while it runs, one line per step along K: the rows
+// of A of the block to come, which are as far apart as those of this one. A block that few query rows visit
+// comes from memory in time this way only.
+template <class E>
+struct Ahead {
+  const E* rows = nullptr;  // null: nothing
+  static constexpr int64_t kRows = 128, kLine = 64 / int64_t(sizeof(E));
+  // Where the lines of one share begin, after `steps` steps of earlier ones. They go down the rows.
+  const E* at(int64_t steps, int64_t ld) const {
+    const int64_t column = steps / kRows * kLine;
+    return rows && column < ld ? rows + steps % kRows * ld + column : nullptr;
+  }
+};
+
 // Calls tiles[rows - 1](first row) for M rows in equal shares: 64 rows are
 // 13+13+13+13+12, never 14+14+14+14+8.
 template <class F>
@@ -65,8 +79,9 @@ struct Plain {
   static constexpr int64_t kWide = kColumns * kLanes<E>;
 
   // Strides that are known keep their registers free: the loop holds MR row offsets otherwise.
-  template <Product kProduct, int MR, int NV>
-  static void tile(int64_t K, const E* a, int64_t lda, const E* b, int64_t ldb, E* c, int64_t ldc) {
+  template <Product kProduct, int MR, int NV, bool kAhead>
+  static void tile(int64_t K, const E* a, int64_t lda, const E* b, int64_t ldb, E* c, int64_t ldc,
+                   const E* ahead, int64_t step) {
     constexpr int N = kLanes<E>;
     const int64_t rs = kProduct == Product::outputs ? 1 : kProduct == Product::keys ? kWide : lda;
     const int64_t cs = kProduct == Product::outputs ? lda : 1;
@@ -87,6 +102,10 @@ struct Plain {
       for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
         for (int v = 0; v < NV; ++v) acc[m][v] += a[m * rs] * bv[v];
+      if constexpr (kAhead) {
+        __builtin_prefetch(ahead, 0, 2);
+        ahead += step;
+      }
       a += cs;
       b += ldb;
     } while (--k);
@@ -98,37 +117,47 @@ struct Plain {
       for (int v = 0; v < NV; ++v) store(c + m * ldc + v * N, acc[m][v]);
   }
 
-  using Tile = void (*)(int64_t, const E*, int64_t, const E*, int64_t, E*, int64_t);
-  template <Product kProduct, int NV>
+  using Tile = void (*)(int64_t, const E*, int64_t, const E*, int64_t, E*, int64_t, const E*, int64_t);
+  template <Product kProduct, int NV, bool kAhead>
   struct Table {
     Tile rows[kMaxRows];
     constexpr Table() : rows() { fill(std::make_integer_sequence<int, kMaxRows>{}); }
     template <int... M>
     constexpr void fill(std::integer_sequence<int, M...>) {
-      ((rows[M] = tile<kProduct, M + 1, NV>), ...);
+      ((rows[M] = tile<kProduct, M + 1, NV, kAhead>), ...);
     }
   };
-  template <Product kProduct, int NV = kColumns>
-  static constexpr Table<kProduct, NV> table{};
+  template <Product kProduct, int NV = kColumns, bool kAhead = false>
+  static constexpr Table<kProduct, NV, kAhead> table{};
+
+  // The rows of A in shares, of which one begins `distance` elements behind the one before, with what each
+  // has brought.
+  template <Product kProduct, int NV>
+  static void in_shares(int64_t M, int64_t K, const E* a, int64_t ld, int64_t distance, const E* b, E* c,
+                        const Ahead<E>& ahead) {
+    int64_t steps = 0;
+    for_row_shares(M, [&](int64_t m, int64_t rows) {
+      const E* from = ahead.at(steps, ld);
+      const Tile tile = from ? table<kProduct, NV, true>.rows[rows - 1] : table<kProduct, NV>.rows[rows - 1];
+      tile(K, a + m * distance, ld, b, 0, c + m * kWide, 0, from, ld);
+      steps += K;
+    });
+  }
 
   // NV vectors of the tile, from wherever b and c point to.
   template <int NV = kColumns>
-  static void scores(int64_t M, int64_t K, const E* a, int64_t ld, const E* b, E* c) {
+  static void scores(int64_t M, int64_t K, const E* a, int64_t ld, const E* b, E* c, Ahead<E> ahead = {}) {
     if (K == 0) {
       for (int64_t m = 0; m < M; ++m)
         for (int v = 0; v < NV; ++v) store(c + m * kWide + v * kLanes<E>, Vec<E>{});
       return;
     }
-    for_row_shares(M, [&](int64_t m, int64_t rows) {
-      table<Product::scores, NV>.rows[rows - 1](K, a + m * ld, ld, b, 0, c + m * kWide, 0);
-    });
+    in_shares<Product::scores, NV>(M, K, a, ld, ld, b, c, ahead);
   }
   template <int NV = kColumns>
-  static void outputs(int64_t M, int64_t K, const E* a, int64_t ld, const E* b, E* c) {
+  static void outputs(int64_t M, int64_t K, const E* a, int64_t ld, const E* b, E* c, Ahead<E> ahead = {}) {
     if (K == 0) return;
-    for_row_shares(M, [&](int64_t m, int64_t rows) {
-      table<Product::outputs, NV>.rows[rows - 1](K, a + m, ld, b, 0, c + m * kWide, 0);
-    });
+    in_shares<Product::outputs, NV>(M, K, a, ld, 1, b, c, ahead);
   }
   // N is a multiple of the vector length, and the distance of the rows of b and c. K > 0 counts the query
   // rows.
@@ -136,7 +165,7 @@ struct Plain {
     for (int64_t n = 0; n < N; n += kWide) {
       const Tile* tiles = N - n < kWide ? table<Product::keys, 1>.rows : table<Product::keys>.rows;
       for_row_shares(M, [&](int64_t m, int64_t rows) {
-        tiles[rows - 1](K, a + m * kWide, 0, b + n, N, c + m * N + n, N);
+        tiles[rows - 1](K, a + m * kWide, 0, b + n, N, c + m * N + n, N, nullptr, 0);
       });
     }
   }
@@ -269,7 +298,8 @@ struct Pair {
 
   // The whole tile always: matrix tiles gain little from less.
   template <int NV = kColumns>
-  static void scores(int64_t M, int64_t K, const bf16* a, int64_t ld, const bf16* b, float* c) {
+  static void scores(int64_t M, int64_t K, const bf16* a, int64_t ld, const bf16* b, float* c,
+                     Ahead<bf16> = {}) {
     static_assert(NV == kColumns);
     gemm(M, kWide, K, a, ld, b, kWide, c, kWide, false);
   }
@@ -310,7 +340,8 @@ struct Pair {
     return false;
   }
   template <int NV = kColumns>
-  static void outputs(int64_t M, int64_t K, const bf16* a, int64_t ld, const bf16* b, float* c) {
+  static void outputs(int64_t M, int64_t K, const bf16* a, int64_t ld, const bf16* b, float* c,
+                      Ahead<bf16> = {}) {
     static_assert(NV == kColumns);
     gemm(M, kWide, K, a, ld, b, kWide, c, kWide, true);
   }

@@ -109,6 +109,18 @@ FASTATTN_INLINE Vec<double> maximum(Vec<double> a, Vec<double> b) {
 #endif
 }
 
+// minimum(a, b): b where either is NaN.
+FASTATTN_INLINE Vec<float> minimum(Vec<float> a, Vec<float> b) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+  return (Vec<float>)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+FASTATTN_INLINE Vec<double> minimum(Vec<double> a, Vec<double> b) { return a < b ? a : b; }
+
 template <class A>
 FASTATTN_INLINE A reduce_add(Vec<A> v) {
   A sum = 0;
