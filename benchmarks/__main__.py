@@ -137,6 +137,26 @@ def measure_time(
     return summarize(result, paired(contestants, pairs, timer=timer), roof_work, case.baselines)
 
 
+def write(
+    options: argparse.Namespace,
+    table: ModuleType | gpu.Table,
+    header: dict,
+    rates: dict,
+    measured: dict[str, CaseResult],
+) -> tuple[list[CaseResult], list[report.BarResult], list[str]]:
+    """The files that were asked for; returns the results in the table's order, its bars and its summary."""
+    results = [measured[case.name] for case in table.CASES if case.name in measured]
+    bars = [report.judge(bar, results) for bar in table.BARS]
+    summary = table.summary(results) if hasattr(table, "summary") else []
+    content = report.document(results, bars, header, rates, summary)
+    if options.json:
+        report.write_json(options.json, content)
+    if options.markdown:
+        options.markdown.parent.mkdir(parents=True, exist_ok=True)
+        options.markdown.write_text(report.markdown(content, results, bars))
+    return results, bars, summary
+
+
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     table = table_of(options)
@@ -196,36 +216,27 @@ def main(arguments: Sequence[str]) -> int:
         rates[kind] = {"rate": rate.median, "q80": rate.q80, "unit": roof.unit, "source": roof.source}
         print(f"roof {kind}: {rate.median:.0f} {roof.unit} (80% quantile {rate.q80:.0f}), {roof.source}")
 
-    results = []
+    failed = []
     for case in cases:
         if isinstance(case, ApartCase):
             result = measure_memory(case, options.threads)
         else:
             result = measure_time(case, options.pairs, available, absent, timer)
-        results.append(result)
+        kept[result.name] = result
+        failed += set(result.failures) - set(case.may_fail)
         print(report.line(result), flush=True)
-    failed = [set(r.failures) - set(case.may_fail) for case, r in zip(cases, results, strict=True)]
-    kept |= {result.name: result for result in results}
-    results = [kept[case.name] for case in table.CASES if case.name in kept]
+        # After each case, so that a run that is cut short keeps what it has measured.
+        results, bars, summary = write(options, table, header, rates, kept)
 
-    bars = [report.judge(bar, results) for bar in table.BARS]
     print()
     for bar in bars:
         if bar.verdict != "not measured":
             print(bar)
-    summary = table.summary(results) if hasattr(table, "summary") else []
     for text in summary:
         print(text)
-
-    content = report.document(results, bars, header, rates, summary)
-    if options.json:
-        report.write_json(options.json, content)
-    if options.markdown:
-        options.markdown.parent.mkdir(parents=True, exist_ok=True)
-        options.markdown.write_text(report.markdown(content, results, bars))
     if options.plot:
         report.plot(options.plot, results)
-    return 1 if any(failed) else 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

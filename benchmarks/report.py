@@ -149,7 +149,9 @@ def _result(case: dict) -> CaseResult:
 
 def write_json(path: Path, content: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    fresh = path.with_name(f"{path.name}.new")  # a run that is cut short while it writes keeps the file
+    fresh.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    fresh.replace(path)
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

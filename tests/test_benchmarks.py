@@ -493,6 +493,23 @@ def test_a_run_may_keep_the_other_cases_of_its_file(tmp_path, capsys):
     capsys.readouterr()
 
 
+def test_a_run_that_is_cut_short_leaves_what_it_has_measured(tmp_path, monkeypatch):
+    names = [SMALL, "grid/16x8x64x32/full/fp32/forward"]
+    measured = []
+
+    def measure(case, *rest):
+        if measured:
+            raise KeyboardInterrupt
+        measured.append(case.name)
+        return measure_time(case, *rest)
+
+    monkeypatch.setattr("benchmarks.__main__.measure_time", measure)
+    path = tmp_path / "run.json"
+    with pytest.raises(KeyboardInterrupt):
+        main(["attention", "--filter", "|".join(names), "--pairs", "1", "--json", str(path)])
+    assert [case["name"] for case in json.loads(path.read_text())["cases"]] == measured
+
+
 def test_run_refuses_an_empty_selection(capsys):
     assert main(["attention", "--filter", "no such case"]) == 2
     assert "no case matches" in capsys.readouterr().err
