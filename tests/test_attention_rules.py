@@ -339,6 +339,39 @@ def test_padding_mask_shapes(impl):
     )
 
 
+@pytest.mark.parametrize("keys", [1, 31, 33, 64, 130, 257])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"softcap": 2.0}, {"scale": -0.4}], ids=str)
+def test_boolean_masks_hide_what_infinities_hide(impl, options, keys):
+    """Whatever the number of keys and the shape, strides and bytes of the masks."""
+    torch.manual_seed(keys)
+    rows = 3 if impl == "triton" else 35
+    if impl == "triton" and (keys > 64 or "scale" in options):
+        keys = 33
+    query, key, value = (torch.randn(2, 2, n, 8, requires_grad=True) for n in (rows, keys, keys))
+    bytes_ = torch.randint(0, 256, (keys, 2, 2 * rows), dtype=torch.uint8)
+    bytes_[torch.rand(bytes_.shape) < 0.5] = 0  # about half of the keys
+    masks = {
+        "of each row": bytes_.view(torch.bool)[..., ::2].permute(1, 2, 0)[:, None],
+        "of each head": bytes_.view(torch.bool)[:, :, :1].permute(1, 2, 0)[None],
+        "of the batch": bytes_[:, 0, :rows].t().contiguous().view(torch.bool),
+    }
+    padding = torch.rand(2, keys) < 0.8
+    for name, mask in masks.items():
+        shown = mask.clone().view(torch.uint8) != 0
+        hidden = shown.logical_not() | padding.logical_not()[:, None, None]
+        for given in ({}, {"key_padding_mask": padding}):
+            infinite = torch.zeros(hidden.shape if given else shown.shape)
+            infinite.masked_fill_(hidden if given else ~shown, -math.inf)
+            out = attend(query, key, value, attn_mask=mask, impl=impl, **given, **options)
+            expected = attend(query, key, value, attn_mask=infinite, impl=impl, **options)
+            torch.testing.assert_close(
+                out, expected, msg=lambda text, name=name: f"mask {name}, {[*given]}: {text}"
+            )
+            grads = (torch.autograd.grad(o.square().sum(), (query, key, value)) for o in (out, expected))
+            for ours, theirs in zip(*grads, strict=True):
+                torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
+
+
 def test_alibi_and_sinks_in_other_shapes(impl):
     q, k = torch.randn(3, 5, 8), torch.randn(3, 7, 8)
     slopes, sinks = torch.rand(3), torch.randn(3)
