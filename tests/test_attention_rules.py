@@ -372,6 +372,17 @@ def test_boolean_masks_hide_what_infinities_hide(impl, options, keys):
                 torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("scale", [1e-50, 1e-40, 0.0, -1e-50])
+def test_a_scale_that_vanishes_in_the_dtype_hides_as_any_other(impl, scale):
+    query, key, value = torch.randn(3, 1, 1, 20, 8).unbind()
+    mask = torch.rand(20, 20) < 0.5
+    mask.fill_diagonal_(True)
+    for options in ({"attn_mask": mask}, {"is_causal": True}):
+        shown = (mask if "attn_mask" in options else torch.ones(20, 20).tril()).float()
+        out = attend(query, key, value, scale=scale, impl=impl, **options)
+        torch.testing.assert_close(out, shown / shown.sum(-1, keepdim=True) @ value)
+
+
 def test_alibi_and_sinks_in_other_shapes(impl):
     q, k = torch.randn(3, 5, 8), torch.randn(3, 7, 8)
     slopes, sinks = torch.rand(3), torch.randn(3)

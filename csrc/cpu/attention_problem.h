@@ -116,7 +116,8 @@ struct Problem {
     half = p.query.dtype == DType::bf16 || p.query.dtype == DType::f16;
     biased = p.mask.data && p.mask.dtype != DType::boolean;
     hides = p.key_padding.data || (p.mask.data && !biased);
-    general = biased || p.alibi.data || p.softcap > 0 || !(p.scale > 0);
+    // Hidden scores are -inf, and stay so only times a factor that is not 0 in A<T>.
+    general = biased || p.alibi.data || p.softcap > 0 || !(A<T>(p.scale * kLog2e) >= A<T>(__FLT_MIN__));
     double limit = p.dropout_p * 4294967296.0 + 0.5;
     threshold = limit >= 4294967295.0 ? Word<T>(4294967295u) : Word<T>(limit);
     keep_scale = p.dropout_p < 1 ? A<T>(1 / (1 - p.dropout_p)) : A<T>(0);
