@@ -364,9 +364,8 @@ def test_boolean_masks_hide_what_infinities_hide(impl, options, keys):
             infinite.masked_fill_(hidden if given else ~shown, -math.inf)
             out = attend(query, key, value, attn_mask=mask, impl=impl, **given, **options)
             expected = attend(query, key, value, attn_mask=infinite, impl=impl, **options)
-            torch.testing.assert_close(
-                out, expected, msg=lambda text, name=name: f"mask {name}, {[*given]}: {text}"
-            )
+            what = f"mask {name}, {[*given]}: "
+            torch.testing.assert_close(out, expected, msg=what.__add__)
             grads = (torch.autograd.grad(o.square().sum(), (query, key, value)) for o in (out, expected))
             for ours, theirs in zip(*grads, strict=True):
                 torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
