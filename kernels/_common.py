@@ -129,9 +129,9 @@ def precision(dtype: torch.dtype) -> str:
 def needs_wide_offsets(*tensors: Tensor | None) -> bool:
     """Whether offsets within a tile, of at most 512 rows or channels, may not fit into 32 bits.
 
-    Offsets of tiles, heads and batches always have 64.
+    Tiles are of the last two dimensions. Offsets of tiles, heads and batches always have 64.
     """
-    return any(s * 1024 >= 2**31 for t in tensors if t is not None for s in t.stride())
+    return any(s * 1024 >= 2**31 for t in tensors if t is not None for s in t.stride()[-2:])
 
 
 # The largest element that is read through tensor descriptors. These take the addresses out of the registers:

@@ -36,7 +36,7 @@ class _Call:
 
     def __init__(
         self, query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks, dropout_seed, scale,
-        softcap, window_left, window_right, lower_right, dropout_p, packed=(), more=(),
+        softcap, window_left, window_right, lower_right, dropout_p, packed=(),
     ):  # fmt: skip
         self.B, self.H, self.L, D = check("query", query, (None,) * 4)
         _, Hkv, self.S, _ = check("key", key, (self.B, None, None, D), query.dtype)
@@ -86,7 +86,7 @@ class _Call:
         self.dtype, self.wide, self.device = query.dtype, wide, query.device
         strided = {
             "query": query, "key": key, "value": value, "mask": attn_mask, "padding": key_padding_mask,
-            "alibi": alibi_slopes, "sinks": sinks, **dict(more),
+            "alibi": alibi_slopes, "sinks": sinks,
         }  # fmt: skip
         self.arguments = {
             "seed": dropout_seed if dropout_p > 0 else None,
@@ -99,7 +99,7 @@ class _Call:
             "keep_scale": 1 / (1 - dropout_p) if dropout_p < 1 else 0.0,
             "scale": float(scale), "softcap": float(softcap), "SOFTCAP": softcap > 0,
             "D": D, "DV": DV, "BLOCK_D": block_of(D), "BLOCK_DV": block_of(DV),
-            "PRECISION": precision(query.dtype), "WIDE": needs_wide_offsets(*strided.values()),
+            "PRECISION": precision(query.dtype), "WIDE": False,
             "UPCAST": INTERPRETED and query.dtype == torch.bfloat16,
         }  # fmt: skip
         for name, tensor in strided.items():
@@ -110,6 +110,7 @@ class _Call:
             tensor = tensor.view(torch.uint8)
         self.arguments[name] = tensor
         self.arguments[f"{name}_stride"] = None if tensor is None else tensor.stride()
+        self.arguments["WIDE"] |= needs_wide_offsets(tensor)
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.wide, device=self.device)
@@ -191,7 +192,6 @@ def attention_backward(
     call = _Call(
         query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks, dropout_seed, scale, softcap,
         window_left, window_right, lower_right, dropout_p, packed,
-        zip(("grad_query", "grad_key", "grad_value"), grads, strict=True),
     )  # fmt: skip
     B, H, L = call.B, call.H, call.L
     for name, tensor in (("grad_out", grad_out), ("out", out)):
@@ -204,7 +204,9 @@ def attention_backward(
     ):  # fmt: skip
         if wanted and (tensor is None or not tensor.is_floating_point()):
             raise RuntimeError(f"{name} must be floating point to have a gradient, got {tensor}")
-    for name, tensor in (("grad_out", grad_out), ("out", out), ("grad_lse", grad_lse)):
+    strided = {"grad_out": grad_out, "out": out, "grad_lse": grad_lse}
+    strided |= zip(("grad_query", "grad_key", "grad_value"), grads, strict=True)
+    for name, tensor in strided.items():
         call.add(name, tensor)
     level, log_sum = call.level(lse)
     delta, levels = call.empty(B, H, L), call.empty(B, H, L)

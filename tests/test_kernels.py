@@ -1,6 +1,7 @@
 """Triton kernels compiled for GPUs that are not there: `python -m fastattn.kernels` and what it finds."""
 
 import importlib
+import mmap
 import re
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from attention_cases import call, make_case
 from operator_checks import assert_same, running
 
-from fastattn import _triton, varlen_attention
+from fastattn import _triton, scaled_dot_product_attention, varlen_attention
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" and _triton._missing is not None, reason=str(_triton._missing)
@@ -145,3 +146,38 @@ def test_tensor_descriptors_change_no_bit(monkeypatch, form):
         monkeypatch.setattr(kernels, "DESCRIPTORS", {})
         assert_same(run(), described)
         assert len(used) == count
+
+
+def far_apart(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """The tensor with a stride whose 16-fold leaves 32 bits; pages between its elements are never touched."""
+    strides = [1] * tensor.dim()
+    strides[dim] = 2**27 + 8
+    elements = sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)) + 1
+    memory = mmap.mmap(-1, elements * tensor.itemsize)
+    return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
+
+
+@pytest.mark.parametrize("strided", ("query", "key", "grad_out", "grad_lse"))
+def test_offsets_within_a_tile_that_32_bits_do_not_hold(strided):
+    tensors = {name: torch.randn(1, 1, 17, 1, dtype=torch.float16) for name in ("query", "key", "grad_out")}
+    tensors["grad_lse"] = torch.randn(1, 1, 17)
+
+    def run(query, key, grad_out, grad_lse):
+        inputs = [t.requires_grad_() for t in (query, key)]
+        results = scaled_dot_product_attention(*inputs, key, return_lse=True, impl="triton")
+        grads = torch.autograd.grad(results, inputs, (grad_out, grad_lse))
+        return [t.detach() for t in (*results, *grads)]
+
+    with running("triton"):
+        expected = run(**tensors)
+        far = far_apart(tensors[strided].detach(), 2)
+        assert all(map(torch.equal, run(**tensors | {strided: far}), expected))
+
+
+def test_offsets_within_a_tile_have_32_bits_where_these_do():
+    """However long sequences are and however many: the wider ones take registers."""
+    with running("triton"):
+        needs_wide_offsets = importlib.import_module("fastattn.kernels._common").needs_wide_offsets
+    long = torch.empty(2, 4, 2**20, 128, device="meta")
+    assert not needs_wide_offsets(long, None)
+    assert needs_wide_offsets(long, long.permute(0, 2, 1, 3))
