@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active
-from torch.compiler import is_compiling
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fastattn.ops._common import is_plain, is_watched, library
 
@@ -132,13 +133,27 @@ def _(rowptr, col, num_cols):
     return torch.empty_like(rowptr, dtype=torch.int64), torch.empty_like(col, dtype=dtype)
 
 
-def _plain() -> AbstractContextManager:
-    """What is built here outlives the call: it must belong to no transform and to no inference mode."""
-    if is_compiling() or not (torch.is_inference_mode_enabled() or _are_functorch_transforms_active()):
+def _plain(kept_with: Compressed | None = None) -> AbstractContextManager:
+    """What is built here outlives the call: it must belong to no transform and to no inference mode.
+
+    What is ``kept_with`` edges that are real tensors must be real, too: tracers do not see it being made, and
+    take it for a constant, as they do the edges.
+    """
+    traced = (
+        kept_with is not None
+        and not is_dynamo_compiling()
+        and _len_torch_dispatch_stack() > 0
+        and all(t is None or type(t) is Tensor for t in kept_with[:3])
+    )
+    transformed = not is_compiling() and _are_functorch_transforms_active()
+    inferring = not is_compiling() and torch.is_inference_mode_enabled()
+    if not (traced or transformed or inferring):
         return nullcontext()
     stack = ExitStack()
     stack.enter_context(torch.inference_mode(False))
-    if _are_functorch_transforms_active():
+    if traced:
+        stack.enter_context(_disable_current_modes())
+    if transformed:
         stack.enter_context(torch._C._DisableFuncTorch())
     return stack
 
@@ -314,7 +329,7 @@ class Graph:
     def csc(self) -> Compressed:
         """By source: (colptr, row, perm_t, num_dst)."""
         if self._csc is None:
-            with _plain():
+            with _plain(self.csr):
                 self._csc = transposed(self.csr)
         return self._csc
 
@@ -374,7 +389,7 @@ class Graph:
         key = (name, dtype)
         found = self._vectors.get(key)
         if found is None:
-            with _plain():
+            with _plain(self.csr):
                 counts = self.out_degrees() if name == "out_root" else self.in_degrees()
                 factor = counts.to(dtype)
                 factor = factor.reciprocal_() if name == "in" else factor.rsqrt_()

@@ -460,6 +460,34 @@ def degrees(x, graph):
     return x + graph.in_degrees().sum() + graph.colptr.sum() + graph.num_edges
 
 
+class Weighing(torch.nn.Module):
+    """Two layers on a graph of their own, which makes everything that a graph may keep."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()
+        self.graph = graph
+        self.first = fastattn.nn.GCNConv(3, 4)
+        self.second = fastattn.nn.GATConv(4, 3, edge_dim=2)
+
+    def forward(self, x, edge_attr):
+        x = fastattn.aggregate(self.first(x, self.graph), self.graph, "both")
+        return self.second(x, self.graph, edge_attr)
+
+
+def test_tracers_leave_no_trace():
+    """What a graph keeps is real, although fake tensors asked for it."""
+    edges = torch.cat([EDGES, torch.tensor([[3], [3]])], 1)
+    module = Weighing(Graph(edges, 5))
+    args = torch.randn(5, 3), torch.randn(8, 2)
+    exported = torch.export.export(module, args, strict=False).module()
+    parameters = dict(module.named_parameters())
+    expected = torch.func.functional_call(Weighing(Graph(edges, 5)), parameters, args)
+    for found in (exported(*args), module(*args)):
+        assert type(found) is torch.Tensor
+        torch.testing.assert_close(found, expected)
+    expected.sum().backward()
+
+
 def test_compiled_code_takes_graphs_and_makes_them():
     """One compilation for graphs of any size; what a graph builds in compiled code it keeps."""
 

@@ -173,7 +173,7 @@ def self_loops(graph: Graph, count: int, *, keep_own: bool = False) -> SelfLoops
     for loops in made:
         if loops.keep_own == keep_own and loops.count == count:
             return loops
-    with _plain():
+    with _plain(graph.csr):
         made.append(SelfLoops(graph, count, keep_own))
     return made[-1]
 
@@ -182,7 +182,7 @@ def edges_as_sources(graph: Graph) -> Graph:
     """Each edge a source node of its own, with one edge to its target: aggregates values of edges."""
     found = graph._derived.get("edges_as_sources")
     if found is None:
-        with _plain():
+        with _plain(graph.csr):
             E = graph.num_edges
             number = graph.perm
             if number is None:
