@@ -191,6 +191,16 @@ def test_gcn_cached_keeps_its_first_graph_until_reset():
     assert not torch.equal(ours(x, EDGES[:, :3]), first)
 
 
+def test_gcn_cached_keeps_nothing_of_a_transform():
+    """The weights that vmap maps over belong to it alone."""
+    conv = fastattn.nn.GCNConv(F_IN, F_OUT, cached=True).double()
+    x, weights = features(N, F_IN), torch.rand(3, E, dtype=torch.float64)
+    mapped = torch.vmap(lambda w: conv(x, EDGES, w))(weights)
+    for n in (2, 0):
+        torch.testing.assert_close(fastattn_copy(conv)(x, EDGES, weights[n]), mapped[n])
+    torch.testing.assert_close(conv(x, EDGES, weights[1]), mapped[1])
+
+
 def fastattn_copy(layer):
     fresh = fastattn.nn.GCNConv(F_IN, F_OUT).double()
     fresh.load_state_dict(layer.state_dict())

@@ -13,7 +13,7 @@ from torch._C import (
     _get_tracing_state,
     _len_torch_dispatch_stack,
 )
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastattn._choose import Request, choose
@@ -79,6 +79,11 @@ def _parts_of_matrix(matrix: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
 def _is_traced() -> bool:
     """Whether what runs is written down, so that it must not depend on the values of this call."""
     return is_compiling() or _get_tracing_state() is not None or _len_torch_dispatch_stack() > 0
+
+
+def can_keep() -> bool:
+    """Whether tensors made of a call's may serve later calls: a transform's or a tracer's end with it."""
+    return is_dynamo_compiling() or not (_is_traced() or _are_functorch_transforms_active())
 
 
 class _Remembered(NamedTuple):

@@ -14,6 +14,7 @@ from fastattn.nn._graph_layer import (
     Pair,
     adjacency,
     as_pair,
+    can_keep,
     check_channels,
     check_options,
     glorot_,
@@ -156,7 +157,7 @@ class GCNConv(nn.Module):
                 weight = loops.weights(weight, fill, own=given.kind == "edges")
             graph = loops.graph
         found = (graph, weight, "sym" if self.normalize else "sum")
-        if self.cached and self.normalize:
+        if self.cached and self.normalize and can_keep():
             self._normalized = found
         return found
 
