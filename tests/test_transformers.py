@@ -363,6 +363,24 @@ def test_prefill_with_padding_writes_no_mask(name):
     assert "_Band" in repr(mask)
 
 
+@pytest.mark.parametrize("write", ("part", "whole"))
+@pytest.mark.parametrize("inference", (False, True))
+def test_masks_that_a_model_writes_to(write, inference):
+    """What it wrote counts, as it does for every other mask."""
+    with torch.inference_mode(inference):
+        mask = integration.attention_mask(1, 5, 5, mask_function=masking.causal_mask_function)
+        dense = torch.ones(5, 5, dtype=torch.bool).tril()
+        dense[:, 4] = True
+        if write == "part":
+            mask[..., 4] = True
+        else:
+            mask |= dense
+        query, key, value = torch.randn(3, 1, 2, 5, 8)
+        found, _ = integration.attention_forward(torch.nn.Module(), query, key, value, mask)
+        expected, _ = integration.attention_forward(torch.nn.Module(), query, key, value, dense)
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("name", ("mistral", "gpt_oss", "t5", "gpt2"))
 def test_attention_weights_are_those_of_eager(name):
     inputs = padded("right")

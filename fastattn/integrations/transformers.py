@@ -203,14 +203,16 @@ def attention_forward(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         # A single query comes after all keys of the cache. (While torch.jit traces, sizes are tensors.)
         causal = bool(query.shape[2] > 1) and causal
-    elif isinstance(attention_mask, _Band):
+    elif isinstance(attention_mask, _Band) and attention_mask.band is not None:
         band, attention_mask = attention_mask.band, None
         causal = band.right == 0
         options["key_padding_mask"] = band.padding
         options["window_size"] = (band.left, -1 if causal else band.right)
         options["causal_alignment"] = "lower_right" if band.lower_right else "upper_left"
     else:
-        causal = False
+        causal = False  # the mask has it
+        if isinstance(attention_mask, _Band):
+            attention_mask = attention_mask.write_out()
     if position_bias is not None:
         attention_mask = _with_bias(attention_mask, position_bias)
     if softcap is not None:
@@ -257,7 +259,8 @@ class _Band(Tensor):
     """A mask (B, 1, L, S) that :func:`attention_forward` reads as a band and padded keys.
 
     Models pass masks on as they are; one that does something else with it finds the boolean tensor that it
-    stands for, which is only written out then.
+    stands for, which is only written out then. Once somebody writes to that, or holds a part of it, which may
+    be written to, it is what counts: ``band`` is None.
     """
 
     @staticmethod
@@ -271,8 +274,14 @@ class _Band(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        may_write = any(argument.alias_info is not None for argument in func._schema.arguments)
+
         def plain(x):
-            return x.write_out() if isinstance(x, cls) else x
+            if not isinstance(x, cls):
+                return x
+            if may_write:
+                x.band = None
+            return x.write_out()
 
         args, kwargs = torch.utils._pytree.tree_map(plain, (args, kwargs or {}))
         return func(*args, **kwargs)
