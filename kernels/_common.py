@@ -122,8 +122,9 @@ def check(
 
 def precision(dtype: torch.dtype) -> str:
     """How products are formed from float32: exactly, unless torch may use TF32 for its own."""
-    tf32 = dtype == torch.float32 and torch.version.hip is None and torch.backends.cuda.matmul.allow_tf32
-    return "tf32" if tf32 else "ieee"
+    # Not allow_tf32, which raises once this setting, or what it inherits from, was used.
+    allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if dtype == torch.float32 and torch.version.hip is None and allowed else "ieee"
 
 
 def needs_wide_offsets(*tensors: Tensor | None) -> bool:

@@ -181,3 +181,25 @@ def test_offsets_within_a_tile_have_32_bits_where_these_do():
     long = torch.empty(2, 4, 2**20, 128, device="meta")
     assert not needs_wide_offsets(long, None)
     assert needs_wide_offsets(long, long.permute(0, 2, 1, 3))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ("backends.cuda.matmul.fp32_precision", "backends.fp32_precision", "backends.cuda.matmul.allow_tf32"),
+)
+def test_tf32_is_used_where_torch_may(run_python, setting):
+    """However it was allowed: torch refuses to read the older of its settings once a newer one was made."""
+    allowed = "True" if "allow" in setting else '"tf32"'
+    code = f"""
+import torch, fastattn
+from fastattn import _triton
+from fastattn.kernels._common import precision
+assert precision(torch.float32) == "ieee"
+torch.{setting} = {allowed}
+assert precision(torch.float32) == ("ieee" if torch.version.hip else "tf32")
+assert precision(torch.float16) == precision(torch.float64) == "ieee"
+with _triton.interpreter():
+    x = torch.ones(1, 1, 2, 4)
+    assert torch.equal(fastattn.scaled_dot_product_attention(x, x, x, impl="triton"), x)
+"""
+    run_python("-c", code, TRITON_INTERPRET="1")
