@@ -445,6 +445,18 @@ def test_converted_reverts_after_an_error_and_only_its_own():
     assert isinstance(model[0], fastattn.nn.GCNConv) and type(model[1]) is pyg.SAGEConv
 
 
+def test_converted_reverts_a_layer_that_was_parametrized_since():
+    layer = pyg.GCNConv(F_IN, 4).double()
+    x = features(N, F_IN)
+    with converted(layer):
+        torch.nn.utils.parametrize.register_parametrization(layer, "bias", nn.Softplus())
+        expected = layer(x, EDGES)
+    assert isinstance(layer, pyg.GCNConv) and not isinstance(layer, fastattn.nn.GCNConv)
+    torch.testing.assert_close(layer(x, EDGES), expected)
+    torch.nn.utils.parametrize.remove_parametrizations(layer, "bias")
+    assert type(layer) is pyg.GCNConv
+
+
 def test_convert_refuses_what_is_no_module():
     with pytest.raises(TypeError, match="model must be a torch.nn.Module, not dict"):
         convert({})

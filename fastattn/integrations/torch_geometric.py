@@ -117,7 +117,11 @@ def converted(model: nn.Module) -> Iterator[Conversion]:
         yield report
     finally:
         for module in modules:
-            module.__class__ = type(module).__mro__[1]
+            made = parametrize.type_before_parametrizations(module)
+            if made is type(module):
+                module.__class__ = made.__bases__[0]
+            else:  # parametrized since, by a class that torch derived for this module alone
+                type(module).__bases__ = made.__bases__[:1]
             vars(module).pop("_normalized", None)
 
 
