@@ -71,11 +71,11 @@ def interpreter() -> Iterator[None]:
             warnings.filterwarnings("ignore", message="(?s).*overrid", category=UserWarning)
             for op in _modules:
                 overrides.impl(op.partition("::")[2], run(op), "CPU", allow_override=True)
-        _interpreting = True
+        before, _interpreting = _interpreting, True
         try:
             yield
         finally:
-            _interpreting = False
+            _interpreting = before
 
 
 def run(op: str) -> Callable:

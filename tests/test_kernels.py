@@ -183,6 +183,14 @@ def test_offsets_within_a_tile_have_32_bits_where_these_do():
     assert needs_wide_offsets(long, long.permute(0, 2, 1, 3))
 
 
+def test_an_interpreter_within_an_interpreter():
+    x = torch.randn(1, 1, 5, 4)
+    with running("triton"):
+        with running("triton"):
+            expected = scaled_dot_product_attention(x, x, x, impl="triton")
+        assert torch.equal(scaled_dot_product_attention(x, x, x, impl="triton"), expected)
+
+
 @pytest.mark.parametrize(
     "setting",
     ("backends.cuda.matmul.fp32_precision", "backends.fp32_precision", "backends.cuda.matmul.allow_tf32"),
