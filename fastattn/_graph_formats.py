@@ -34,13 +34,16 @@ def of_matrix(matrix, name: str = "matrix") -> Parts:
         return _of_dgl(matrix)
     if hasattr(matrix, "format") and hasattr(matrix, "tocsr"):
         return _of_scipy(matrix)
+    also = "a Graph, an edge_index, " if name == "graph" else ""
     raise TypeError(
-        f"{name} must be a Graph, an edge_index, a sparse matrix of torch, scipy or torch_sparse, or a DGL "
-        f"graph, got {type(matrix).__name__}"
+        f"{name} must be {also}a sparse matrix of torch, scipy or torch_sparse, or a DGL graph, got "
+        f"{type(matrix).__name__}"
     )
 
 
-def _of_compressed(ptr: Tensor, index: Tensor, num_index: int) -> Compressed:
+def _of_compressed(ptr: Tensor, index: Tensor, num_rows: int, num_index: int) -> Compressed:
+    if ptr.shape[0] != num_rows + 1:
+        raise ValueError(f"the row pointers must have {num_rows + 1} entries, got {ptr.shape[0]}")
     return Compressed(*torch.ops.fastattn.graph_checked_csr(ptr, index, num_index), None, num_index)
 
 
@@ -56,10 +59,10 @@ def _of_torch(matrix: Tensor) -> Parts:
         raise RuntimeError(f"a sparse matrix must have two sparse dimensions, got {tuple(matrix.shape)}")
     num_dst, num_src = matrix.shape[:2]
     if matrix.layout == torch.sparse_csr:
-        csr = _of_compressed(matrix.crow_indices(), matrix.col_indices(), num_src)
+        csr = _of_compressed(matrix.crow_indices(), matrix.col_indices(), num_dst, num_src)
         return num_src, num_dst, csr, None
     if matrix.layout == torch.sparse_csc:
-        csc = _of_compressed(matrix.ccol_indices(), matrix.row_indices(), num_dst)
+        csc = _of_compressed(matrix.ccol_indices(), matrix.row_indices(), num_src, num_dst)
         return num_src, num_dst, transposed(csc), csc
     # Not indices(), which wants the matrix coalesced: duplicates are edges of their own.
     row, col = matrix._indices()
@@ -75,8 +78,8 @@ def _of_scipy(matrix) -> Parts:
         # scipy allows room to spare behind the last entry.
         index = _of_numpy(matrix.indices)[: int(ptr[-1])]
         if matrix.format == "csr":
-            return num_src, num_dst, _of_compressed(ptr, index, num_src), None
-        csc = _of_compressed(ptr, index, num_dst)
+            return num_src, num_dst, _of_compressed(ptr, index, num_dst, num_src), None
+        csc = _of_compressed(ptr, index, num_src, num_dst)
         return num_src, num_dst, transposed(csc), csc
     if matrix.format == "coo":
         row, col = _of_numpy(matrix.row), _of_numpy(matrix.col)
@@ -95,7 +98,7 @@ def _of_numpy(array) -> Tensor:
 def _of_sparse_tensor(matrix) -> Parts:
     num_dst, num_src = (int(n) for n in matrix.sparse_sizes())
     rowptr, col, _ = matrix.csr()
-    csr = _of_compressed(rowptr, col, num_src)
+    csr = _of_compressed(rowptr, col, num_dst, num_src)
     storage, csc = matrix.storage, None
     if storage._colptr is not None and storage._csr2csc is not None:
         row = storage.row()[storage._csr2csc]

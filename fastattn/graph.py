@@ -444,7 +444,11 @@ def of_sizes(src: Tensor, dst: Tensor, num_src: int | None, num_dst: int | None)
         raise RuntimeError("the numbers of nodes cannot be read from a meta tensor: give num_nodes or size")
 
     def size(index: Tensor) -> int:
-        return max(int(index.max()) + 1, 0) if index.shape[0] else 0
+        largest = int(index.max()) + 1 if index.shape[0] else 0
+        if is_compiling():
+            # Compiled code has to know how wide indices are before it knows this number.
+            torch._check(largest < 2**31)
+        return max(largest, 0)
 
     if num_src is None and num_dst is None:
         num_src = num_dst = max(size(src), size(dst))

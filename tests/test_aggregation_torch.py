@@ -283,6 +283,31 @@ def test_compile_segments():
             compiled(x, index * 2)
 
 
+@pytest.mark.parametrize("function", ("edge_softmax", "segment_reduce", "aggregate"))
+def test_compile_where_the_number_of_nodes_is_in_the_edges(function):
+    """fullgraph, with gradients: the largest number in the edges says how many targets there are."""
+    require_kernels("cpu")
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    run = {
+        "edge_softmax": lambda x, edges: fastattn.edge_softmax(x, edges),
+        "segment_reduce": lambda x, edges: fastattn.segment_reduce(x, "max", batch=edges[1]),
+        "aggregate": lambda x, edges: aggregate(x, fastattn.Graph(edges, size=(x.shape[0], None)), "mean"),
+    }[function]
+    compiled = torch.compile(run, fullgraph=True, backend=counter)
+    for N, E in ((5, 9), (6, 20), (12, 17), (30, 100)):
+        edges, x = torch.randint(N, (2, E)), torch.randn(E, 3, requires_grad=True)
+        out, expected = compiled(x, edges), run(x, edges)
+        torch.testing.assert_close(out, expected)
+        grad_out = torch.randn_like(out)
+        torch.testing.assert_close(
+            *(torch.autograd.grad(o, x, grad_out)[0] for o in (out, expected)),
+        )
+    assert counter.frame_count <= 3
+    with pytest.raises(RuntimeError, match="2147483646"):  # wider indices than were compiled
+        compiled(torch.randn(9, 3), torch.full((2, 9), 2**31))
+
+
 def test_compile_with_inductor():
     require_kernels("cpu")
     torch._dynamo.reset()

@@ -180,6 +180,11 @@ def test_from_scipy(layout, kind):
         row, col = row[order], col[order]
     assert_describes(Graph.from_sparse(A), col, row, 5, 4)
     assert_multiplies(A, torch.from_numpy(A.data), torch.from_numpy(A.toarray()))
+    if layout != "coo":
+        short = A.copy()
+        short.indptr = short.indptr[:2]
+        with pytest.raises(ValueError, match=f"row pointers must have {len(ptr)} entries, got 2"):
+            Graph.from_sparse(short)
     with pytest.raises(RuntimeError, match="csr, csc or coo format, .* got lil: convert it with .tocsr()"):
         Graph.from_sparse(A.tolil())
 
@@ -355,7 +360,7 @@ def test_errors_of_sparse_matrices():
         (A.to_sparse_bsr((2, 2)), RuntimeError, "CSR, CSC or COO layout, got torch.sparse_bsr"),
         (batch.to_sparse(), RuntimeError, r"two sparse dimensions, got \(2, 4, 4\)"),
         (batch.to_sparse_csr(), RuntimeError, r"two sparse dimensions, got \(2, 4, 4\)"),
-        ([1, 2], TypeError, "matrix must be a Graph, an edge_index, .* got list"),
+        ([1, 2], TypeError, "matrix must be a sparse matrix of torch, .* got list"),
     ):
         with pytest.raises(error, match=message):
             Graph.from_sparse(wrong)

@@ -111,8 +111,27 @@ def test_sparse_tensor_replaces_self_loops_and_its_values_are_weights_or_attribu
     torch.testing.assert_close(plain(x, given), plain(x, edges, weights))
     sage = fastattn.nn.SAGEConv(F_IN, F_OUT).double()
     torch.testing.assert_close(sage(x, given), sage(x, edges))
-    gat = fastattn.nn.GATConv(F_IN, F_OUT, edge_dim=1).double()
-    torch.testing.assert_close(gat(x, given), gat(x, edges, weights))
+    for gat in (
+        fastattn.nn.GATConv(F_IN, F_OUT, edge_dim=1).double(),
+        fastattn.nn.GATv2Conv(F_IN, F_OUT, edge_dim=1).double(),
+    ):
+        vectors = SparseTensor(matrix, matrix.values()[:, None])
+        torch.testing.assert_close(gat(x, vectors), gat(x, edges, weights))
+        torch.testing.assert_close(gat(x, given), gat(x, edges))
+    transformer = fastattn.nn.GraphTransformerConv(F_IN, F_OUT, edge_dim=1).double()
+    with pytest.raises(ValueError, match="edge_attr is missing"):
+        transformer(x, given)
+
+
+@pytest.mark.parametrize("name", ["GATConv", "GATv2Conv"])
+@pytest.mark.parametrize("values_dim", (1, 2))
+def test_values_of_a_sparse_tensor_are_attributes_where_they_are_in_torch_geometric(name, values_dim):
+    torch_sparse = pytest.importorskip("torch_sparse")
+    ours, theirs = layers(name, F_IN, F_OUT, edge_dim=1, add_self_loops=False)
+    values = torch.rand(E, dtype=torch.float64).reshape(E, *[1] * (values_dim - 1))
+    given = torch_sparse.SparseTensor(row=EDGES[1], col=EDGES[0], value=values, sparse_sizes=(N, N))
+    x = features(N, F_IN)
+    torch.testing.assert_close(ours(x, given), theirs(x, given))
 
 
 def test_values_of_a_matrix_have_a_gradient():

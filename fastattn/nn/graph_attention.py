@@ -153,8 +153,8 @@ class GATConv(nn.Module):
             x: (N, F_in), or a pair of source and target features; without targets, or None there, the
                 targets' part of the scores is left out.
             edge_index: (2, E) integers, sources and targets; a :class:`fastattn.Graph`; an ``EdgeIndex``; a
-                torch.sparse matrix or ``SparseTensor`` with targets as rows. Of a matrix the values are edge
-                attributes where they can be: any of a ``SparseTensor``, vectors of a torch matrix.
+                torch.sparse matrix or ``SparseTensor`` with targets as rows. Values of a matrix that are
+                vectors are edge attributes; numbers are not looked at, as in torch_geometric.
             edge_attr: (E, edge_dim) in the order of the edges; has a gradient.
             size: (N_src, N_dst), needed for edges where x has no targets and N_dst is not N_src.
             return_attention_weights: True also returns the edges with their self-loops, as (2, E') or, of a
@@ -582,7 +582,8 @@ def _returned_edges(edge_index: Tensor | Graph, graph: Graph) -> Tensor | Graph:
 def _edge_attr(layer, name: str, given: Adjacency, edge_attr: Tensor | None) -> Tensor | None:
     """(E, edge_dim) attributes: those of the call, or values of a matrix that can be such."""
     if edge_attr is None and layer.lin_edge is not None and given.values is not None:
-        if given.kind == "SparseTensor" or given.values.dim() > 1:
+        # torch_geometric takes one number per edge for a weight, even where edge_dim is 1.
+        if given.values.dim() > 1:
             edge_attr = given.values
     if edge_attr is None:
         return None
