@@ -85,8 +85,7 @@ def _sum(
                 named = arg + offset[:, :, None] + channel[None, None, :]
                 named = tl.load(named, mask=there[:, :, None] & (channel < F)[None, None, :], other=-1)
             value = tl.where(named == number[:, :, None], value, 0.0)
-        # Lanes without an edge read zeros, but a scale or weight of an infinity would make them NaN.
-        total += tl.where(there[:, :, None], value, 0.0)
+        total += value
     result = tl.sum(total, 1)
     mask = wanted[:, None] & (channel < F)[None, :]
     if CUT:
