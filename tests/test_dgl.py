@@ -106,3 +106,13 @@ def test_what_does_not_fit_is_refused(g):
         dgl.u_mul_e_sum(g, torch.ones(5, 2), torch.ones(6))
     with pytest.raises(RuntimeError, match="one edge type"):
         dgl.copy_u_sum(DGLGraph([0], [0], 1, 1, types=2), torch.ones(1, 2))
+    x, e = torch.ones(5, 2), torch.ones(7, 3)
+    with pytest.raises(RuntimeError, match=r"x \(5, 2\) and e \(7, 3\)"):
+        dgl.u_mul_e_sum(g, x, e)
+    for name, arguments in {"x": lambda given: (given, e), "e": lambda given: (x, given)}.items():
+        with pytest.raises(TypeError, match=f"{name} must be a Tensor, got list"):
+            dgl.u_mul_e_sum(g, *arguments([1.0]))
+        with pytest.raises(RuntimeError, match=rf"{name} must have a row .*, got shape \(\)"):
+            dgl.u_mul_e_sum(g, *arguments(torch.tensor(1.0)))
+    with pytest.raises(TypeError, match="x must be a Tensor, got list"):
+        dgl.copy_u_mean(g, [1.0])

@@ -31,7 +31,7 @@ def copy_u_sum(g, x: Tensor) -> Tensor:
 
     Raises:
         RuntimeError: x does not have a row per source node; several edge types.
-        TypeError: ``g`` is no DGL graph.
+        TypeError: ``g`` is no DGL graph, x no tensor.
 
     Precision and gradients: as :func:`fastattn.aggregate`.
 
@@ -77,7 +77,7 @@ def u_mul_e_sum(g, x: Tensor, e: Tensor) -> Tensor:
         (N_dst, ...) with the broadcast feature dimensions. A node without in-edges gets 0.
 
     Raises:
-        RuntimeError: shapes or dtypes that do not fit together. TypeError: ``g`` is no DGL graph.
+        RuntimeError: shapes or dtypes that do not fit together. TypeError: ``g`` is no DGL graph; no tensor.
 
     Precision and gradients: as :func:`fastattn.aggregate`.
 
@@ -86,9 +86,16 @@ def u_mul_e_sum(g, x: Tensor, e: Tensor) -> Tensor:
         >>> h = u_mul_e_sum(g, h, weights.unsqueeze(-1))  # h (N, H, C), weights (E, H)
     """
     graph = _graph_of(g)
+    _check_rows("x", x)
+    _check_rows("e", e)
     if e.shape[0] != graph.num_edges:
         raise RuntimeError(f"e has {e.shape[0]} rows, the graph {graph.num_edges} edges")
-    shape = torch.broadcast_shapes(x.shape[1:], e.shape[1:])
+    try:
+        shape = torch.broadcast_shapes(x.shape[1:], e.shape[1:])
+    except RuntimeError:
+        raise RuntimeError(
+            f"the features of x {tuple(x.shape)} and e {tuple(e.shape)} do not broadcast"
+        ) from None
     x, e = (t.reshape(t.shape[0], *(1,) * (len(shape) - t.dim() + 1), *t.shape[1:]) for t in (x, e))
     # Weights are constant over the last dimensions: these are the channels, those before them the heads.
     split = max((n + 1 for n, size in enumerate(e.shape[1:]) if size != 1), default=0)
@@ -100,9 +107,17 @@ def u_mul_e_sum(g, x: Tensor, e: Tensor) -> Tensor:
 
 def _copy_u(g, x: Tensor, reduce: str) -> Tensor:
     graph = _graph_of(g)
+    _check_rows("x", x)
     shape = x.shape[1:]
     out = aggregate(x.reshape(x.shape[0], math.prod(shape)), graph, reduce)
     return out.reshape(graph.num_dst, *shape)
+
+
+def _check_rows(name: str, tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+    if tensor.dim() == 0:
+        raise RuntimeError(f"{name} must have a row for each node or edge, got shape ()")
 
 
 def _graph_of(g) -> Graph:
