@@ -131,9 +131,7 @@ inline void backward_head(const Problem<T>& problem, const AttentionGradParams& 
       KeyBlock<T> block =
           make_block(problem, b, hk, begin, min(begin + kBlock, p.S), Use::backward, key_scratch);
       for (int64_t t = 0; t < count; ++t) {
-        const bool visible = grad_score_tile(problem, tiles[t], grads[t], block, scratch);
-        block.key_ahead = block.value_ahead = {};  // the first tile has it all brought
-        if (!visible) continue;
+        if (!grad_score_tile(problem, tiles[t], grads[t], block, scratch)) continue;
         const Scores<T>& s = scratch.scores;
         if (chunks.fused_mask)
           put_tile(p.grad_mask, tiles[t], s.begin, s.end - s.begin,

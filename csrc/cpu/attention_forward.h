@@ -17,7 +17,7 @@ class BlockStep {
     scores_.take(arena, problem);
     pairs_ = kPairs<T> ? arena.take<E<T>>(kBlock * kTile<T>) : nullptr;
   }
-  void run(const Problem<T>& problem, const Tile<T>& tile, const E<T>* panel, const KeyBlock<T>& block,
+  void run(const Problem<T>& problem, const Tile<T>& tile, const E<T>* panel, KeyBlock<T>& block,
            State<T>& state) {
     if (!scores_.start(problem, tile, block)) return;
     if constexpr (kPairs<T>)
@@ -33,8 +33,8 @@ class BlockStep {
   }
 
  private:
-  void weigh_block(const Problem<T>& problem, const Tile<T>& tile, const E<T>* panel,
-                   const KeyBlock<T>& block, State<T>& state) {
+  void weigh_block(const Problem<T>& problem, const Tile<T>& tile, const E<T>* panel, KeyBlock<T>& block,
+                   State<T>& state) {
     const Span span = scores_.span;
     Added<T> added;
     added.clear();
@@ -47,8 +47,8 @@ class BlockStep {
     weigh_again(problem, tile, scores_, pairs_, state);
   }
   // Products of the next chunk are under way while this one is weighed: both fit in the reorder buffer.
-  void weigh_chunks(const Problem<T>& problem, const Tile<T>& tile, const E<T>* panel,
-                    const KeyBlock<T>& block, State<T>& state) {
+  void weigh_chunks(const Problem<T>& problem, const Tile<T>& tile, const E<T>* panel, KeyBlock<T>& block,
+                    State<T>& state) {
     Scores<T>& s = scores_;
     const Span span = s.span;
     Added<T> added;
@@ -72,7 +72,7 @@ class BlockStep {
     score(problem, tile, panel, block);
     weigh_again(problem, tile, s, pairs_, state);
   }
-  void score(const Problem<T>& problem, const Tile<T>& tile, const E<T>* panel, const KeyBlock<T>& block) {
+  void score(const Problem<T>& problem, const Tile<T>& tile, const E<T>* panel, KeyBlock<T>& block) {
     scores_.multiply(problem, tile, panel, block);
     scores_.transform(problem, tile, scores_.span.begin, scores_.span.end, nullptr);
   }
@@ -127,6 +127,17 @@ struct ForwardPlan {
   }
 };
 
+// Has the rows of a tile in a (B, H, L, X) tensor brought, where they are equally far apart.
+template <class T>
+inline void bring_rows(const Problem<T>& problem, const View& view, const Tile<T>& tile, int64_t columns,
+                       Ahead& ahead) {
+  if (kPairs<T> || (problem.flat && view.stride[1] != problem.p.L * view.stride[2])) return;
+  const int64_t size = view.dtype == DType::f64 ? 8 : view.dtype == DType::f32 ? 4 : 2;
+  ahead = {};
+  ahead.add(static_cast<const char*>(view.data) + offset(view, tile.b, tile.head[0], tile.row[0]) * size,
+            view.stride[2] * size, tile.count, columns * size);
+}
+
 // Tiles [first, first + count) of one key/value head against the keys of one split: finished where there is
 // only one, else a partial result.
 template <class T>
@@ -158,8 +169,9 @@ inline void forward_tiles(const Problem<T>& problem, int64_t b, int64_t hk, int6
   for (int64_t begin = round_down(key_begin, kBlock); begin < key_end; begin += kBlock) {
     KeyBlock<T> block = make_block(problem, b, hk, begin, min(begin + kBlock, p.S), Use::forward, scratch);
     for (int64_t t = 0; t < count; ++t) {
+      if (begin + kBlock >= key_end && plan.splits == 1)
+        bring_rows(problem, p.out, tiles[t], p.Dv, block.ahead);
       step.run(problem, tiles[t], panels + t * problem.depth * kTile<T>, block, states[t]);
-      block.key_ahead = block.value_ahead = {};  // the first tile has it all brought
     }
   }
   if (plan.splits > 1) {

@@ -107,7 +107,7 @@ inline void add_grad_sink(const AttentionGradParams& p, const Tile<T>& tile, int
 // also the operands of the products. The scores become P after dropout.
 template <class T>
 inline bool grad_score_tile(const Problem<T>& problem, const Tile<T>& tile, GradTile<T>& g,
-                            const KeyBlock<T>& block, GradScratch<T>& scratch) {
+                            KeyBlock<T>& block, GradScratch<T>& scratch) {
   if (!score_tile(problem, tile, g.query_t, block, scratch.scores, scratch.bend)) return false;
   if (g.level.exact) scratch.scores.apply_factor();
   const Span span = scratch.scores.span;
@@ -115,10 +115,10 @@ inline bool grad_score_tile(const Problem<T>& problem, const Tile<T>& tile, Grad
   A<T>* scores = scratch.scores.scores;
   const int64_t keys = span.end - span.begin, at = span.begin * kTile<T>;
   for_visible(tile, block.begin, span, [&](Span part, auto vectors, int lane) {
-    Format<T>::template scores<vectors>(
-        part.end - part.begin, problem.depth_v, block.value.data + part.begin * block.value.ld,
-        block.value.ld, g.grad_out_t + lane, scratch.grad_weights + part.begin * kTile<T> + lane,
-        block.value_ahead);
+    Format<T>::template scores<vectors>(part.end - part.begin, problem.depth_v,
+                                        block.value.data + part.begin * block.value.ld, block.value.ld,
+                                        g.grad_out_t + lane,
+                                        scratch.grad_weights + part.begin * kTile<T> + lane, &block.ahead);
   });
   const bool dropout = problem.has_dropout();
   auto weight = [&](int64_t x, int v) {

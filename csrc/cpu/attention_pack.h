@@ -147,7 +147,7 @@ struct KeyBlock {
   int64_t begin, end;  // keys [begin, end); begin is a multiple of kBlock
   Straight<T> key, value;
   Sideways<T> key_t, value_t;
-  Ahead<E<T>> key_ahead, value_ahead;  // of the next block, where both are read in place
+  Ahead ahead;  // the next block, where it is read in place
 };
 enum class Use { scores, forward, backward };  // which operands of a block are wanted
 template <class T>
@@ -299,7 +299,7 @@ inline KeyBlock<T> make_block_of(const Problem<T>& problem, int64_t b, int64_t h
   const AttentionParams& p = problem.p;
   const S* rows[kBlock];
   const int64_t count = end - begin;
-  KeyBlock<T> block{begin, end, {}, {}, {}, {}, {}, {}};
+  KeyBlock<T> block{begin, end, {}, {}, {}, {}, {}};
   const bool in_pieces = problem.piece_end(begin) < end;
   const ShownKeys<T> shown(problem, b, hk, begin, end);
   auto first_row = [&](const View& view, int64_t columns) -> const S* {
@@ -308,18 +308,21 @@ inline KeyBlock<T> make_block_of(const Problem<T>& problem, int64_t b, int64_t h
     return static_cast<const S*>(view.data) + problem.key_offset(view, b, hk, begin);
   };
   const S* first = first_row(p.key, p.D);
-  auto next = [&](const Straight<T>& operand, const E<T>* copy) -> Ahead<E<T>> {
-    return {kPairs<T> || operand.data == copy || end >= problem.key_end ? nullptr
-                                                                        : operand.data + kBlock * operand.ld};
+  auto bring_next = [&](const Straight<T>& operand, const E<T>* copy, int64_t columns) {
+    if (kPairs<T> || operand.data == copy) return;
+    constexpr int64_t kSize = sizeof(E<T>);
+    block.ahead.add(operand.data + kBlock * operand.ld, operand.ld * kSize,
+                    min(kBlock, problem.key_end - end), columns * kSize);
   };
   block.key = straight<S, T>(p.key, first, p.D, problem.depth, rows, count, scratch.key);
-  block.key_ahead = next(block.key, scratch.key);
+  bring_next(block.key, scratch.key, p.D);
   if (use == Use::backward) block.key_t = sideways<S, T>(p.key, p.D, rows, count, block.key, scratch.key_t);
   if (use == Use::scores) return block;
   first = first_row(p.value, p.Dv);
-  if (scratch.value)
-    block.value = straight<S, T>(p.value, first, p.Dv, problem.depth_v, rows, count, scratch.value),
-    block.value_ahead = next(block.value, scratch.value);
+  if (scratch.value) {
+    block.value = straight<S, T>(p.value, first, p.Dv, problem.depth_v, rows, count, scratch.value);
+    bring_next(block.value, scratch.value, p.Dv);
+  }
   if (use == Use::forward)
     block.value_t = sideways<S, T>(p.value, p.Dv, rows, count, block.value, scratch.value_t);
   return block;

@@ -52,7 +52,6 @@ constexpr int NV = kColumns;  // vectors per tile
 template <class T>
 constexpr int kTile = NV * N<T>;  // query rows per tile
 constexpr int64_t kBlock = 128;   // keys per block: a 128 x 32 fp32 score tile is 16 KB, half of a small L1
-static_assert(kBlock == Ahead<float>::kRows);
 template <class T>
 constexpr bool kPairs = Format<T>::kStep == 2;
 // Keys per tile are rounded to this: the depth of out^T += V^T P^T, and the rows of the scores.

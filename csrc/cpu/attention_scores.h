@@ -230,12 +230,11 @@ struct Scores {
     return bias & mask & 1;
   }
   // The products of the span.
-  void multiply(const Problem<T>& problem, const Tile<T>& tile, const E<T>* query_panel,
-                const KeyBlock<T>& block) {
+  void multiply(const Problem<T>& problem, const Tile<T>& tile, const E<T>* query_panel, KeyBlock<T>& block) {
     for_visible(tile, block_begin, span, [&](Span part, auto vectors, int lane) {
       Format<T>::template scores<vectors>(part.end - part.begin, problem.depth,
                                           block.key.data + part.begin * block.key.ld, block.key.ld,
-                                          query_panel + lane, row(part.begin) + lane, block.key_ahead);
+                                          query_panel + lane, row(part.begin) + lane, &block.ahead);
     });
   }
   // Takes over the factor, so that scores are rounded as their maximum is.
@@ -330,7 +329,7 @@ template <class T>
 constexpr A<T> kExact = A<T>(1 << 20);
 template <class T>
 inline bool score_tile(const Problem<T>& problem, const Tile<T>& tile, const E<T>* query_panel,
-                       const KeyBlock<T>& block, Scores<T>& s, A<T>* bend) {
+                       KeyBlock<T>& block, Scores<T>& s, A<T>* bend) {
   if (!s.start(problem, tile, block)) return false;
   s.multiply(problem, tile, query_panel, block);
   s.transform(problem, tile, s.span.begin, s.span.end, bend);

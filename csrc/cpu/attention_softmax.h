@@ -134,12 +134,12 @@ inline void weigh_again(const Problem<T>& problem, const Tile<T>& tile, Scores<T
 
 // out^T += V^T P^T.
 template <class T>
-inline void add_values(const Tile<T>& tile, const KeyBlock<T>& block, Span span, const E<T>* weights,
-                       int64_t rows, A<T>* out) {
+inline void add_values(const Tile<T>& tile, KeyBlock<T>& block, Span span, const E<T>* weights, int64_t rows,
+                       A<T>* out) {
   for_visible(tile, block.begin, span, [&](Span part, auto vectors, int lane) {
     Format<T>::template outputs<vectors>(rows, part.end - part.begin, block.value_t.at(0, part.begin),
                                          block.value_t.ld, weights + part.begin * kTile<T> + lane, out + lane,
-                                         block.value_ahead);
+                                         &block.ahead);
   });
 }
 

@@ -42,18 +42,34 @@ struct TileConfiguration {
 
 enum class Product { scores, outputs, keys };
 
-// What a product has brought into the second-level cache while it runs, one line per step along K: the rows
-// of A of the block to come, which are as far apart as those of this one. A block that few query rows visit
-// comes from memory in time this way only.
-template <class E>
-struct Ahead {
-  const E* rows = nullptr;  // null: nothing
-  static constexpr int64_t kRows = 128, kLine = 64 / int64_t(sizeof(E));
-  // Where the lines of one share begin, after `steps` steps of earlier ones. They go down the rows.
-  const E* at(int64_t steps, int64_t ld) const {
-    const int64_t column = steps / kRows * kLine;
-    return rows && column < ld ? rows + steps % kRows * ld + column : nullptr;
+// Rows of memory that are wanted soon. Products bring them into the second-level cache while they run, one
+// line per step along K, down the rows: neither a block of keys that few query rows visit nor the place of a
+// result would be there in time otherwise.
+class Ahead {
+ public:
+  void add(const void* rows, int64_t stride_bytes, int64_t count, int64_t bytes) {
+    if (count > 0)
+      places_[number_++] = {static_cast<const char*>(rows), stride_bytes, count, (bytes + 63) / 64};
   }
+  int64_t stride() const { return places_[place_].stride; }
+  // Where the lines of so many steps, stride() apart, begin; null where nothing is left to be brought.
+  const char* take(int64_t steps) {
+    if (place_ < number_ && taken_ == places_[place_].count * places_[place_].lines) ++place_, taken_ = 0;
+    if (place_ == number_) return nullptr;
+    const Place& place = places_[place_];
+    const int64_t row = taken_ % place.count, line = taken_ / place.count;
+    taken_ += min(steps, place.count - row);
+    return place.rows + row * place.stride + line * 64;
+  }
+
+ private:
+  struct Place {
+    const char* rows;
+    int64_t stride, count, lines;
+  };
+  Place places_[2];
+  int number_ = 0, place_ = 0;
+  int64_t taken_ = 0;  // lines of the place
 };
 
 // Calls tiles[rows - 1](first row) for M rows in equal shares: 64 rows are
@@ -81,7 +97,7 @@ struct Plain {
   // Strides that are known keep their registers free: the loop holds MR row offsets otherwise.
   template <Product kProduct, int MR, int NV, bool kAhead>
   static void tile(int64_t K, const E* a, int64_t lda, const E* b, int64_t ldb, E* c, int64_t ldc,
-                   const E* ahead, int64_t step) {
+                   const char* ahead, int64_t step) {
     constexpr int N = kLanes<E>;
     const int64_t rs = kProduct == Product::outputs ? 1 : kProduct == Product::keys ? kWide : lda;
     const int64_t cs = kProduct == Product::outputs ? lda : 1;
@@ -117,7 +133,7 @@ struct Plain {
       for (int v = 0; v < NV; ++v) store(c + m * ldc + v * N, acc[m][v]);
   }
 
-  using Tile = void (*)(int64_t, const E*, int64_t, const E*, int64_t, E*, int64_t, const E*, int64_t);
+  using Tile = void (*)(int64_t, const E*, int64_t, const E*, int64_t, E*, int64_t, const char*, int64_t);
   template <Product kProduct, int NV, bool kAhead>
   struct Table {
     Tile rows[kMaxRows];
@@ -130,23 +146,20 @@ struct Plain {
   template <Product kProduct, int NV = kColumns, bool kAhead = false>
   static constexpr Table<kProduct, NV, kAhead> table{};
 
-  // The rows of A in shares, of which one begins `distance` elements behind the one before, with what each
-  // has brought.
+  // The rows of A in shares, of which one begins `distance` elements behind the one before.
   template <Product kProduct, int NV>
   static void in_shares(int64_t M, int64_t K, const E* a, int64_t ld, int64_t distance, const E* b, E* c,
-                        const Ahead<E>& ahead) {
-    int64_t steps = 0;
+                        Ahead* ahead) {
     for_row_shares(M, [&](int64_t m, int64_t rows) {
-      const E* from = ahead.at(steps, ld);
+      const char* from = ahead ? ahead->take(K) : nullptr;
       const Tile tile = from ? table<kProduct, NV, true>.rows[rows - 1] : table<kProduct, NV>.rows[rows - 1];
-      tile(K, a + m * distance, ld, b, 0, c + m * kWide, 0, from, ld);
-      steps += K;
+      tile(K, a + m * distance, ld, b, 0, c + m * kWide, 0, from, from ? ahead->stride() : 0);
     });
   }
 
   // NV vectors of the tile, from wherever b and c point to.
   template <int NV = kColumns>
-  static void scores(int64_t M, int64_t K, const E* a, int64_t ld, const E* b, E* c, Ahead<E> ahead = {}) {
+  static void scores(int64_t M, int64_t K, const E* a, int64_t ld, const E* b, E* c, Ahead* ahead = nullptr) {
     if (K == 0) {
       for (int64_t m = 0; m < M; ++m)
         for (int v = 0; v < NV; ++v) store(c + m * kWide + v * kLanes<E>, Vec<E>{});
@@ -155,7 +168,8 @@ struct Plain {
     in_shares<Product::scores, NV>(M, K, a, ld, ld, b, c, ahead);
   }
   template <int NV = kColumns>
-  static void outputs(int64_t M, int64_t K, const E* a, int64_t ld, const E* b, E* c, Ahead<E> ahead = {}) {
+  static void outputs(int64_t M, int64_t K, const E* a, int64_t ld, const E* b, E* c,
+                      Ahead* ahead = nullptr) {
     if (K == 0) return;
     in_shares<Product::outputs, NV>(M, K, a, ld, 1, b, c, ahead);
   }
@@ -299,7 +313,7 @@ struct Pair {
   // The whole tile always: matrix tiles gain little from less.
   template <int NV = kColumns>
   static void scores(int64_t M, int64_t K, const bf16* a, int64_t ld, const bf16* b, float* c,
-                     Ahead<bf16> = {}) {
+                     Ahead* = nullptr) {
     static_assert(NV == kColumns);
     gemm(M, kWide, K, a, ld, b, kWide, c, kWide, false);
   }
@@ -341,7 +355,7 @@ struct Pair {
   }
   template <int NV = kColumns>
   static void outputs(int64_t M, int64_t K, const bf16* a, int64_t ld, const bf16* b, float* c,
-                      Ahead<bf16> = {}) {
+                      Ahead* = nullptr) {
     static_assert(NV == kColumns);
     gemm(M, kWide, K, a, ld, b, kWide, c, kWide, true);
   }
