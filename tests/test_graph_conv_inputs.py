@@ -435,6 +435,22 @@ def test_traced_for_one_number_of_nodes():
             traced(features(N + 1, F_IN), torch.full((2, 4), N))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["GCNConv", "GATConv", "GATv2Conv", "GraphTransformerConv"])
+def test_trace_of_a_layer_that_trains(name, tmp_path):
+    """A trace holds ops, which bring their derivative along: the same without gradients, and to be saved."""
+    ours, _ = layers(name, F_IN, 2)
+    traced = torch.jit.trace(ours, (features(N, F_IN), EDGES))  # compares with a trace under no_grad()
+    x = features(N, F_IN)
+    results = []
+    for layer in (ours, traced):
+        out = layer(x, EDGES)
+        results.append((out, *torch.autograd.grad(out.sin().sum(), list(ours.parameters()))))
+    torch.testing.assert_close(*results)
+    torch.jit.save(traced, tmp_path / "traced.pt")
+    torch.testing.assert_close(torch.jit.load(tmp_path / "traced.pt")(x, EDGES), results[0][0])
+
+
 @pytest.mark.parametrize("name", ["GATConv", "GATv2Conv", "GraphTransformerConv"])
 def test_output_may_be_changed_in_place(name):
     """As torch_geometric's may: what the derivative needs of the output is kept apart from it."""

@@ -63,6 +63,8 @@ def call_op(op, *args):
     if not is_watched() and are_plain(args):
         # Straight to the CPU kernel where nothing between could matter: a small call costs a third less.
         return op._handle.redispatch_boxed(CPU_KEYS, *args)
+    if _get_tracing_state() is not None:
+        return op(*args)  # with its derivative, see needs_function
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
 
@@ -95,11 +97,19 @@ def are_plain(args: Sequence) -> bool:
 
 
 def needs_function(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether autograd has to see the call: for a gradient, a transform, or a clear error in forward mode."""
+    """Whether autograd has to see the call: for a gradient, a transform, or a clear error in forward mode.
+
+    Not where torch.jit.trace writes the call down: an op brings its derivative along, and a Function could
+    neither be saved nor be found again without gradients.
+    """
     return (
         _are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+        or (
+            torch.is_grad_enabled()
+            and any(t is not None and t.requires_grad for t in tensors)
+            and _get_tracing_state() is None
+        )
     )
 
 
