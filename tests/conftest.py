@@ -95,3 +95,9 @@ def run_python() -> Callable[..., subprocess.CompletedProcess]:
 def isa(request) -> str:
     """Every instruction set of this machine in turn; pass it on as FASTATTN_CPU_ISA, which is read once."""
     return request.param
+
+
+@pytest.fixture(params=[name for name in ISAS if name != _native.isa()])
+def other_isa(request) -> str:
+    """Those of them that all the other tests do not run under anyhow."""
+    return request.param

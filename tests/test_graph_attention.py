@@ -247,8 +247,8 @@ def test_random_multigraphs(data, form):
     check(results, case)
 
 
-def test_every_instruction_set(isa, run_python):
+def test_other_instruction_sets(other_isa, run_python):
     """Everything that concerns the kernels once more, on each of their variants."""
     chosen = "(options and (float32 or bfloat16)) or heads or degrees or divided or (softmax and float)"
     command = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", f"({chosen}) and not reference")
-    run_python(*command, Path(__file__), FASTATTN_CPU_ISA=isa)
+    run_python(*command, Path(__file__), FASTATTN_CPU_ISA=other_isa)

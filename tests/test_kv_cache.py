@@ -252,11 +252,11 @@ def test_a_visible_nan_is_not_hidden(impl):
     assert out[0, :2].isnan().all() and out[0, 2:].isfinite().all() and out[1].isfinite().all()
 
 
-def test_every_instruction_set(isa, run_python):
+def test_other_instruction_sets(other_isa, run_python):
     """Few rows and many, of every dtype: vectors differ in how many lanes a tile has."""
     program = "import sys; sys.path.insert(0, 'tests'); import torch; from kv_cache_cases import *\n"
     program += "for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):\n"
     program += "    for H, L in ((2, 1), (6, 1), (4, 3), (8, 2), (4, 20)):\n"
     program += "        case = make_case((40, 0, 9), H, 2, L, dtype=dtype, page_size=4)\n"
     program += "        check(call(case, 'cpu'), case)\n"
-    run_python("-c", program, FASTATTN_CPU_ISA=isa)
+    run_python("-c", program, FASTATTN_CPU_ISA=other_isa)

@@ -151,8 +151,12 @@ struct Plain {
   static void in_shares(int64_t M, int64_t K, const E* a, int64_t ld, int64_t distance, const E* b, E* c,
                         Ahead* ahead) {
     for_row_shares(M, [&](int64_t m, int64_t rows) {
-      const char* from = ahead ? ahead->take(K) : nullptr;
-      const Tile tile = from ? table<kProduct, NV, true>.rows[rows - 1] : table<kProduct, NV>.rows[rows - 1];
+      Tile tile = table<kProduct, NV>.rows[rows - 1];
+      const char* from = nullptr;
+      if constexpr (kSame<E, float>) {  // float64 is not worth compiling all tiles twice
+        from = ahead ? ahead->take(K) : nullptr;
+        if (from) tile = table<kProduct, NV, true>.rows[rows - 1];
+      }
       tile(K, a + m * distance, ld, b, 0, c + m * kWide, 0, from, from ? ahead->stride() : 0);
     });
   }
