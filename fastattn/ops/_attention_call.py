@@ -9,7 +9,6 @@ from torch import Tensor
 from torch._C import _is_any_autocast_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from fastattn._choose import KERNEL_DTYPES, Request
 from fastattn.ops._common import autocast_dtype, check_dense, check_flags, is_watched, number
@@ -102,7 +101,12 @@ def check_options(dropout_p, window_size, softcap, causal_alignment) -> None:
         )
 
 
-def _of_causal_bias(bias: CausalBias, L: int, S: int, is_causal: bool, alignment: str, anchored: bool):
+def _is_causal_bias(mask) -> bool:
+    # Known by its name: the module of the class imports torch._dynamo, which takes as long as torch itself.
+    return mask is not None and type(mask).__module__ == "torch.nn.attention.bias"
+
+
+def _of_causal_bias(bias: Tensor, L: int, S: int, is_causal: bool, alignment: str, anchored: bool):
     """attn_mask, is_causal and causal_alignment that mean the same as torch's object for a causal mask.
 
     ``anchored`` says that other options depend on the alignment, which then has to stay as it is.
@@ -111,7 +115,7 @@ def _of_causal_bias(bias: CausalBias, L: int, S: int, is_causal: bool, alignment
         raise RuntimeError(
             f"attn_mask is a causal bias of ({bias.seq_len_q}, {bias.seq_len_kv}), the scores are ({L}, {S})"
         )
-    lower_right = bias.variant == CausalVariant.LOWER_RIGHT
+    lower_right = bias.variant.name == "LOWER_RIGHT"
     if L == S or lower_right == (alignment == "lower_right"):
         return None, True, alignment
     if not (is_causal or anchored):
@@ -141,7 +145,7 @@ def prepare(
 ) -> Prepared:  # fmt: skip
     if _is_any_autocast_enabled():
         tensors = autocast_tensors(tensors)
-    causal_bias = tensors[3] if isinstance(tensors[3], CausalBias) else None
+    causal_bias = tensors[3] if _is_causal_bias(tensors[3]) else None
     if causal_bias is not None:
         tensors = (*tensors[:3], None, *tensors[4:])
     check_tensors(tensors)
