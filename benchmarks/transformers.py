@@ -1,8 +1,9 @@
 """Whole generations with small Llamas of Hugging Face transformers, by `model.generate`.
 
-Contestants are the values of `attn_implementation`. Weights are random, prompts too, half of the cases have
-prompts of different lengths, padded on the left; speed does not depend on what the weights are. A case is
-one call of generate, greedy, with a dynamic cache.
+Contestants are `sdpa` and `fastattn`, the values of `attn_implementation`, with the cache that transformers
+makes, and `fastattn_cache`, which passes a `GrowingCache`; `sdpa_cache` passes that to `sdpa`. Weights are
+random, prompts too, half of the cases have prompts of different lengths, padded on the left; speed does not
+depend on what the weights are. A case is one call of generate, greedy.
 """
 
 import functools
@@ -17,7 +18,13 @@ from .machine import Peer, version_of
 
 PEERS = (Peer("torch"), Peer("transformers"))
 BARS = (
-    Bar("generation of 256 tokens, batch 4", "bar", geomean=1.3, contestant="fastattn", baselines=("sdpa",)),
+    Bar(
+        "generation of 256 tokens, batch 4",
+        "bar",
+        geomean=1.3,
+        contestant="fastattn_cache",
+        baselines=("sdpa",),
+    ),
 )
 
 VOCABULARY, BATCH, NEW = 4096, 4, 256
@@ -51,9 +58,9 @@ class TransformersCase(TimedCase):
     dtype: str = "fp32"
     family: str = "transformers"
 
-    names = ("sdpa", "fastattn")
-    baselines = ("sdpa",)
-    same_as = {"fastattn": "sdpa"}
+    names = ("sdpa", "sdpa_cache", "fastattn", "fastattn_cache")
+    baselines = ("sdpa", "sdpa_cache")
+    same_as = dict.fromkeys(names[1:], names[0])
     roofs = ("fp32",)
     is_there = version_of("transformers") is not None
 
@@ -84,10 +91,17 @@ class TransformersCase(TimedCase):
             for row in range(1, BATCH):
                 mask[row, : row * self.prompt // 8] = 0
 
-        def generate(implementation: str) -> Contestant:
+        def generate(name: str) -> Contestant:
+            implementation, _, cached = name.partition("_")
+
             def run():
                 model.set_attn_implementation(implementation)
-                return (model.generate(ids, attention_mask=mask, max_new_tokens=self.new, do_sample=False),)
+                cache = {"cache": integration.GrowingCache(model.config)} if cached else {}
+                return (
+                    model.generate(
+                        ids, attention_mask=mask, max_new_tokens=self.new, do_sample=False, **cache
+                    ),
+                )
 
             return run
 
@@ -98,4 +112,4 @@ CASES = tuple(
     TransformersCase(256, 4, 4, 2, prompt, padded, quick=prompt == 128)
     for prompt in (128, 1024)
     for padded in (False, True)
-) + tuple(TransformersCase(512, 4, 8, 2, prompt, True) for prompt in (128, 1024, 2048))
+) + tuple(TransformersCase(512, 4, 8, 2, prompt, True) for prompt in (16, 512, 2048))

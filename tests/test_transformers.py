@@ -89,6 +89,8 @@ GENERATION = {
     "beams": {"num_beams": 3},
     "static cache": {"cache_implementation": "static"},
     "no cache": {"use_cache": False},
+    "growing cache": {"past_key_values": "growing"},
+    "growing cache of beams": {"past_key_values": "growing", "num_beams": 3},
 }
 
 
@@ -96,9 +98,12 @@ GENERATION = {
 @pytest.mark.parametrize("name", DECODERS)
 def test_generates_the_tokens_of_eager(name, how):
     def run():
+        options = dict(GENERATION[how])
+        if "past_key_values" in options:
+            options["past_key_values"] = integration.GrowingCache(model.config)
         return model.generate(
             **padded(), max_new_tokens=10, do_sample=False, output_logits=True, return_dict_in_generate=True,
-            **GENERATION[how],
+            **options,
         )  # fmt: skip
 
     model = decoder(name)
@@ -204,12 +209,14 @@ def test_a_traced_forward_gives_what_eager_gives():
     assert torch.equal(torch.jit.trace(attend, (query, key))(query, key), attend(query, key))
 
 
-@pytest.mark.parametrize("cache", ("dynamic", "static"))
+@pytest.mark.parametrize("cache", ("dynamic", "growing", "static"))
 @pytest.mark.parametrize("name", ("llama", "mistral"))
 def test_a_prompt_in_pieces_gives_what_it_gives_at_once(name, cache):
     def run():
         if cache == "static":
             past = transformers.StaticCache(config=model.config, max_cache_len=16)
+        elif cache == "growing":
+            past = integration.GrowingCache(model.config)
         else:
             past = transformers.DynamicCache(config=model.config)
         parts, start = [], 0

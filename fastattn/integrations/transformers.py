@@ -14,11 +14,27 @@ from torch.compiler import is_compiling
 from fastattn.ops._common import is_watched
 from fastattn.ops.attention import attention_with_weights, scaled_dot_product_attention
 
-__all__ = ["attention_forward", "attention_mask", "convert", "implementations", "register", "unregister"]
+__all__ = [
+    "GrowingCache",  # noqa: F822
+    "attention_forward",
+    "attention_mask",
+    "convert",
+    "implementations",
+    "register",
+    "unregister",
+]
 
 NAME = "fastattn"
 # Before this release mask functions were called with other arguments.
 OLDEST = (5, 12)
+
+
+def __getattr__(name: str):
+    if name == "GrowingCache":  # a subclass, which needs transformers to be imported
+        from fastattn.integrations._transformers_cache import GrowingCache
+
+        return GrowingCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register() -> None:
