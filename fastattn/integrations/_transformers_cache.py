@@ -41,45 +41,37 @@ class _GrowingLayer(DynamicLayer):
         self.values = self._select(1, self.values, beam_idx)
 
     def _append(self, which: int, held: Tensor, new: Tensor) -> Tensor:
-        if held.dim() == 4 and not _agree(held, new):
-            return torch.cat([held, new], -2)  # refuses it, or promotes the dtype
+        B, H, more, D = new.shape
         length = held.shape[2] if held.dim() == 4 else 0  # of nothing there are no dimensions yet
-        end = length + new.shape[2]
-        room = self._rooms[which]
-        if (
-            room is None
-            or end > room.shape[2]
-            or not _agree(room, new)
-            or room.is_inference()  # of a copy, which could not always be written to
-            or not (length == 0 or (held._base is room and held.storage_offset() == 0))
+        if length > 0 and (
+            held.shape != (B, H, length, D) or held.dtype != new.dtype or held.device != new.device
         ):
-            room = self._make_room(which, new, end)
+            return torch.cat([held, new], -2)  # refuses it, or promotes the dtype
+        room, end = self._rooms[which], length + more
+        if room is None or not (
+            room.shape == (B, H, max(end, room.shape[2]), D)
+            and room.dtype == new.dtype
+            and room.device == new.device
+            and (length == 0 or (held._base is room and held.storage_offset() == 0))
+            and not room.is_inference()  # of a copy, which could not always be written to
+        ):
+            room = self._make_room(which, new, B, end)
             if length > 0:
-                room[:, :, :length] = held
-        room[:, :, length:end] = new
-        return room[:, :, :end]
+                room.narrow(2, 0, length).copy_(held)
+        room.narrow(2, length, more).copy_(new)
+        return room.narrow(2, 0, end)
 
     def _select(self, which: int, held: Tensor, index: Tensor) -> Tensor:
         index, length = index.to(held.device), held.shape[2]
-        room = self._make_room(which, held[:1].expand(len(index), -1, -1, -1), length)
-        return torch.index_select(held, 0, index, out=room[:, :, :length])
+        room = self._make_room(which, held, len(index), length)
+        return torch.index_select(held, 0, index, out=room.narrow(2, 0, length))
 
     @torch.inference_mode(False)
-    def _make_room(self, which: int, like: Tensor, length: int) -> Tensor:
-        room = like.new_empty(*like.shape[:2], max(self._max_length, length + length // 2), like.shape[3])
+    def _make_room(self, which: int, like: Tensor, batch_size: int, length: int) -> Tensor:
+        _, H, _, D = like.shape
+        room = like.new_empty(batch_size, H, max(self._max_length, length + length // 2), D)
         self._rooms[which] = room
         return room
-
-
-def _agree(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors may differ in their length alone."""
-    return (
-        a.shape[0] == b.shape[0]
-        and a.shape[1] == b.shape[1]
-        and a.shape[3] == b.shape[3]
-        and a.dtype == b.dtype
-        and a.device == b.device
-    )
 
 
 class GrowingCache(DynamicCache):
