@@ -160,7 +160,7 @@ std::tuple<Tensor, Tensor> attention_forward(
   Tensor lse = allocate_contiguous(lse_dtype(p), {batch(p), p.H, p.L});
   p.out = written(p, out);
   p.lse = written(p, lse);
-  attention_kernels().forward(p, torch_parallel());
+  attention_kernels(p.query.dtype).forward(p, torch_parallel());
   return {out, lse};
 }
 
@@ -220,7 +220,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   if (alibi_grad) p.grad_alibi = output_view(grad_alibi);
   if (sinks_grad) p.grad_sinks = output_view(grad_sinks);
 
-  attention_kernels().backward(p, torch_parallel());
+  attention_kernels(p.query.dtype).backward(p, torch_parallel());
   if (alibi_grad && alibi_slopes->dim() == 1) grad_alibi = sum_over_batch(grad_alibi, p.alibi.dtype);
   if (sinks_grad) grad_sinks = sum_over_batch(grad_sinks, p.sinks.dtype);
   return {grad_query, grad_key, grad_value, grad_mask, grad_alibi, grad_sinks};
@@ -240,7 +240,7 @@ Tensor attention_weights(const Tensor& query, const Tensor& key, const Tensor& l
                                  : allocate_contiguous(p.query.dtype, {p.B, p.H, p.L, p.S});
   p.weights = output_view(weights);
   if (average_heads) std::copy_backward(p.weights.stride + 1, p.weights.stride + 3, p.weights.stride + 4);
-  attention_kernels().weights(p, torch_parallel());
+  attention_kernels(p.query.dtype).weights(p, torch_parallel());
   return weights;
 }
 
@@ -251,7 +251,7 @@ int64_t attention_causality(const Tensor& mask) {
   if (array.dim > 2) m.H = array.size[array.dim - 3];
   if (array.dim > 3) m.B = array.size[0];
   m.mask = array.broadcast({m.B, m.H, m.L, m.S});
-  return attention_kernels().causality(m);
+  return attention_kernels(m.mask.dtype).causality(m);
 }
 
 }  // namespace

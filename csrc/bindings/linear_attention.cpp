@@ -108,7 +108,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_attention_forward(
     p.final_kv = output_view(kv);
     p.final_z = output_view(z);
   }
-  linear_attention_kernels().forward(p, torch_parallel());
+  linear_attention_kernels(p.query.dtype).forward(p, torch_parallel());
   return {out, den, kv, z};
 }
 
@@ -162,7 +162,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_attention_back
     p.grad_initial_kv = output_view(grad_initial_kv);
     p.grad_initial_z = output_view(grad_initial_z);
   }
-  linear_attention_kernels().backward(p, torch_parallel());
+  linear_attention_kernels(p.query.dtype).backward(p, torch_parallel());
   return {grad_query, grad_key, grad_value, grad_decay, grad_initial_kv, grad_initial_z};
 }
 
@@ -205,7 +205,7 @@ Tensor step(const Tensor& query_tensor, const Tensor& key_tensor, const Tensor& 
   p.out = output_view(out);
   p.new_kv = new_kv ? output_view(*new_kv) : p.kv;
   p.new_z = new_z ? output_view(*new_z) : p.z;
-  linear_attention_kernels().step(p, torch_parallel());
+  linear_attention_kernels(p.query.dtype).step(p, torch_parallel());
   return out;
 }
 

@@ -60,6 +60,7 @@ void weights_of_dtype(const AttentionWeightsParams& p, const Parallel& parallel)
 }  // namespace
 
 extern const AttentionKernels attention_kernels;
-const AttentionKernels attention_kernels = {forward_of_dtype, backward_of_dtype, weights_of_dtype, causality};
+const AttentionKernels attention_kernels = {kPairs<bf16>, forward_of_dtype, backward_of_dtype,
+                                            weights_of_dtype, causality};
 
 }  // namespace fastattn::FASTATTN_ISA

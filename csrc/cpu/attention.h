@@ -65,6 +65,7 @@ struct AttentionMask {
 };
 
 struct AttentionKernels {
+  bool bf16_only;  // where bf16 has products of its own: any other dtype is a weaker variant's
   void (*forward)(const AttentionParams&, const Parallel&);
   void (*backward)(const AttentionGradParams&, const Parallel&);
   void (*weights)(const AttentionWeightsParams&, const Parallel&);
@@ -73,7 +74,8 @@ struct AttentionKernels {
   int (*causality)(const AttentionMask&);
 };
 
-// The variant for the best instruction set that this machine and FASTATTN_CPU_ISA allow (isa.cpp).
-const AttentionKernels& attention_kernels();
+// The variant of a query's dtype for the best instruction set that this machine and FASTATTN_CPU_ISA allow
+// (dispatch.cpp).
+const AttentionKernels& attention_kernels(DType dtype);
 
 }  // namespace fastattn

@@ -63,10 +63,12 @@ constexpr A<T> kInf = A<T>(__builtin_inf());
 // f(T{}) for tensors of a dtype
 template <class F>
 void with_products(DType dtype, F&& f) {
-  if (dtype == DType::f64) return f(double{});
   if constexpr (kPairs<bf16>)
-    if (dtype == DType::bf16) return f(bf16{});
-  f(float{});
+    f(bf16{});  // nothing else comes here: AttentionKernels::bf16_only
+  else if (dtype == DType::f64)
+    f(double{});
+  else
+    f(float{});
 }
 // f(S{}) for a tensor beside T
 template <class T, class F>
@@ -75,8 +77,7 @@ FASTATTN_INLINE void with_dtype_beside(DType dtype, F&& f) {
     f(T{});
   } else {
     if (dtype == DType::f32) return f(float{});
-    if constexpr (!kPairs<bf16>)
-      if (dtype == DType::bf16) return f(bf16{});
+    if (dtype == DType::bf16) return f(bf16{});
     f(f16{});
   }
 }

@@ -25,26 +25,36 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
+// f(T{}) for tensors of a dtype
+template <class F>
+void with_products(DType dtype, F&& f) {
+  if constexpr (kPairs<bf16>)
+    f(bf16{});  // nothing else comes here: LinearAttentionKernels::bf16_only
+  else
+    with_dtype(dtype, f);
+}
+
 double operations(const LinearAttentionParams& p) {
   const double tokens = double(p.B * p.H) * double(max(p.L, p.S));
   return tokens * (4.0 * double(p.D * p.Dv) + 64.0 * double(p.D + p.Dv));
 }
 
 void forward_of_dtype(const LinearAttentionParams& p, const Parallel& parallel) {
-  with_dtype(p.query.dtype, [&]<class T>(T) { forward<T>(p, parallel.worth(operations(p))); });
+  with_products(p.query.dtype, [&]<class T>(T) { forward<T>(p, parallel.worth(operations(p))); });
 }
 void backward_of_dtype(const LinearAttentionGradParams& p, const Parallel& parallel) {
-  with_dtype(p.query.dtype, [&]<class T>(T) { backward<T>(p, parallel.worth(2.5 * operations(p))); });
+  with_products(p.query.dtype, [&]<class T>(T) { backward<T>(p, parallel.worth(2.5 * operations(p))); });
 }
 void step_of_dtype(const LinearAttentionStepParams& p, const Parallel& parallel) {
   // Reading and writing an element of the state takes as long as some ten operations.
   const double work = 10.0 * double(p.B * p.H) * double(p.D * p.Dv);
-  with_dtype(p.query.dtype, [&]<class T>(T) { step<T>(p, parallel.worth(work)); });
+  with_products(p.query.dtype, [&]<class T>(T) { step<T>(p, parallel.worth(work)); });
 }
 
 }  // namespace
 
 extern const LinearAttentionKernels linear_attention_kernels;
-const LinearAttentionKernels linear_attention_kernels = {forward_of_dtype, backward_of_dtype, step_of_dtype};
+const LinearAttentionKernels linear_attention_kernels = {kPairs<bf16>, forward_of_dtype, backward_of_dtype,
+                                                         step_of_dtype};
 
 }  // namespace fastattn::FASTATTN_ISA

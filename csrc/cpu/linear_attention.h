@@ -52,12 +52,14 @@ struct LinearAttentionStepParams {
 };
 
 struct LinearAttentionKernels {
+  bool bf16_only;  // where bf16 has products of its own: any other dtype is a weaker variant's
   void (*forward)(const LinearAttentionParams&, const Parallel&);
   void (*backward)(const LinearAttentionGradParams&, const Parallel&);
   void (*step)(const LinearAttentionStepParams&, const Parallel&);
 };
 
-// The variant for the best instruction set that this machine and FASTATTN_CPU_ISA allow (dispatch.cpp).
-const LinearAttentionKernels& linear_attention_kernels();
+// The variant of a query's dtype for the best instruction set that this machine and FASTATTN_CPU_ISA allow
+// (dispatch.cpp).
+const LinearAttentionKernels& linear_attention_kernels(DType dtype);
 
 }  // namespace fastattn

@@ -340,14 +340,28 @@ FASTATTN_INLINE Vec<double> tanh(Vec<double> x) {
 FASTATTN_INLINE float to_float(float x) { return x; }
 FASTATTN_INLINE double to_float(double x) { return x; }
 FASTATTN_INLINE float to_float(bf16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
-FASTATTN_INLINE float to_float(f16 x) {
+// From a float16 and to it by integers, one number or a vector of them: F is float or Vec<float>.
+template <class F, class Bits>
+FASTATTN_INLINE F f16_widen(Bits half) {
   // Shift exponent and mantissa into place; the multiplication by 2^112 rebiases and makes subnormals normal.
-  uint32_t magnitude = uint32_t(x.bits & 0x7fff) << 13;
-  float value = bit_cast<float>(magnitude) * 0x1p112f;
-  uint32_t bits = bit_cast<uint32_t>(value);
-  if (magnitude >= (0x7c00u << 13)) bits = magnitude | 0x7f800000u;
-  return bit_cast<float>(bits | (uint32_t(x.bits & 0x8000) << 16));
+  const Bits magnitude = (half & 0x7fffu) << 13;
+  const Bits finite = bit_cast<Bits>(F(bit_cast<F>(magnitude) * 0x1p112f));
+  const Bits wide = magnitude >= (0x7c00u << 13) ? magnitude | 0x7f800000u : finite;
+  return bit_cast<F>(Bits(wide | (half & 0x8000u) << 16));
 }
+template <class Bits, class F>
+FASTATTN_INLINE Bits f16_narrow(F x) {
+  const Bits u = bit_cast<Bits>(x) & 0x7fffffffu, sign = (bit_cast<Bits>(x) >> 16) & 0x8000u;
+  const Bits normal = (u - 0x38000000u + 0xfffu + ((u >> 13) & 1u)) >> 13;
+  // The FPU aligns subnormals and rounds them where 1/2 is added (ulp 2^-24).
+  const Bits subnormal = bit_cast<Bits>(F(bit_cast<F>(u) + 0.5f)) - 0x3f000000u;
+  Bits half = u < 0x38800000u ? subnormal : normal;
+  half = u >= 0x477ff000u ? Bits{} + 0x7c00u : half;  // 65520 and above round to infinity
+  half = u > 0x7f800000u ? Bits{} + 0x7e00u : half;
+  return half | sign;
+}
+FASTATTN_INLINE float to_float(f16 x) { return f16_widen<float>(uint32_t(x.bits)); }
+FASTATTN_INLINE uint16_t f16_round(float x) { return uint16_t(f16_narrow<uint32_t>(x)); }
 
 FASTATTN_INLINE Vec<uint32_t> bf16_bits(
     Vec<float> x) {  // round to nearest even; the result sits in the low halves
@@ -382,17 +396,6 @@ FASTATTN_INLINE void store_pair(bf16* to, Vec<float> p0, Vec<float> p1) {
   _mm512_storeu_si512(to, (__m512i)pack_pair(p0, p1));
 }
 #endif
-FASTATTN_INLINE uint16_t f16_round(float x) {
-  uint32_t u = bit_cast<uint32_t>(x), sign = (u >> 16) & 0x8000u;
-  u &= 0x7fffffffu;
-  if (u > 0x7f800000u) return uint16_t(sign | 0x7e00u);
-  if (u >= 0x477ff000u) return uint16_t(sign | 0x7c00u);  // 65520 and above round to infinity
-  if (u < 0x38800000u) {  // subnormal: let the FPU align and round by adding 1/2 (ulp 2^-24)
-    float aligned = bit_cast<float>(u) + 0.5f;
-    return uint16_t(sign | (bit_cast<uint32_t>(aligned) - bit_cast<uint32_t>(0.5f)));
-  }
-  return uint16_t(sign | ((u - 0x38000000u + 0xfffu + ((u >> 13) & 1u)) >> 13));
-}
 FASTATTN_INLINE void round_store(f16* p, Vec<float> v) {
 #if defined(__AVX512F__)
   __m256i h = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -401,7 +404,8 @@ FASTATTN_INLINE void round_store(f16* p, Vec<float> v) {
   __m128i h = _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   __builtin_memcpy(p, &h, sizeof h);
 #else
-  for (int i = 0; i < kLanes<float>; ++i) p[i].bits = f16_round(v[i]);
+  Half16 h = __builtin_convertvector(f16_narrow<Vec<uint32_t>>(v), Half16);
+  __builtin_memcpy(p, &h, sizeof h);
 #endif
 }
 
@@ -432,9 +436,9 @@ FASTATTN_INLINE Vec<float> load_wide(const f16* p) {
   __builtin_memcpy(&h, p, sizeof h);
   return (Vec<float>)_mm256_cvtph_ps(h);
 #else
-  Vec<float> v;
-  for (int i = 0; i < kLanes<float>; ++i) v[i] = to_float(p[i]);
-  return v;
+  Half16 h;
+  __builtin_memcpy(&h, p, sizeof h);
+  return f16_widen<Vec<float>>(__builtin_convertvector(h, Vec<uint32_t>));
 #endif
 }
 
