@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastattn import Graph, _choose, _triton
 from fastattn.ops import _attention_call, linear_attention
@@ -174,20 +173,22 @@ LAYOUTS = {
 }
 
 
-def check_layout(case, names, layout: str, call, exact: bool) -> None:
-    """Each of the named tensors in another layout gives the same results; nothing given is written to."""
+def check_layout(case, names, layout: str, call, exact: bool, halves: bool = False) -> None:
+    """Each of the named tensors in another layout gives the same results; nothing given is written to.
+
+    ``halves``: every other one at once, then the rest, so that one is never mistaken for its neighbour.
+    """
     expected = call(case)
-    for name in names:
-        tensor = getattr(case, name)
-        if tensor.dim() == 1 and layout != "sliced":
-            continue
-        changed = LAYOUTS[layout](tensor)
-        assert changed.equal(tensor)
-        setattr(case, name, changed)
-        before = changed.clone()
-        assert_same(call(case), expected, exact, f"with {layout} {name}")
-        assert before.equal(changed)
-        setattr(case, name, tensor)
+    names = [n for n in names if getattr(case, n).dim() > 1 or layout == "sliced"]
+    for chosen in (names[::2], names[1::2]) if halves else ([n] for n in names):
+        tensors = {name: getattr(case, name) for name in chosen}
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            setattr(case, name, LAYOUTS[layout](tensor))
+        assert_same(call(case), expected, exact, f"with {layout} {', '.join(chosen)}")
+        for name, tensor in tensors.items():
+            assert getattr(case, name).equal(before[name])
+            setattr(case, name, tensor)
 
 
 def with_each(tensors, make):
@@ -205,6 +206,8 @@ def negated(tensor: torch.Tensor) -> torch.Tensor:
 
 def check_compiled(function, inputs, *fixed, dynamic=None, sizes=(5, 8, 1, 33, 64)) -> None:
     """function(*inputs(size), *fixed) in one graph: the eager numbers, and at most three compilations."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # takes as long as torch itself
+
     for gradients in (False, True):
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")

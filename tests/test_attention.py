@@ -8,17 +8,16 @@ import numpy as np
 import operator_checks
 import pytest
 import torch
-from attention_cases import INPUTS, call, check, choices, exact, make_case, thin
+from attention_cases import IMPLEMENTATIONS, INPUTS, call, check, choices, exact, make_case, thin
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from operator_checks import LAYOUTS, check_layout, require
+from operator_checks import LAYOUTS, check_layout, fewer, require
 
 import fastattn
 
 impl, poisoned = attention_cases.impl, operator_checks.poisoned
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-INTERPRETED_DTYPES = (torch.float32, torch.bfloat16)
 
 LOWER_RIGHT = {"is_causal": True, "causal_alignment": "lower_right"}
 OPTIONS = {
@@ -75,11 +74,30 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@choices(DTYPES, INTERPRETED_DTYPES)
+@choices(DTYPES, (torch.float32,))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(impl, name, dtype):
     case = make_case(**({"L": 13, "dtype": dtype} | OPTIONS[name]))
     check(call(case, impl), case)
+
+
+# Where Triton's kernels convert to or from a dtype of their own, or sum what is rounded once.
+ROUNDED = ("plain", "causal, L < S", "float mask", "float32 mask", "float mask (B, 1, 1, S)", "sinks")
+ROUNDED += (
+    "softcap, large scores",
+    "float32 sinks",
+    "MQA, causal",
+    "value dim wider",
+    "dropout",
+    "one query",
+)
+ROUNDED += ("everything", "everything, causal")
+
+
+@pytest.mark.parametrize("impl", ("triton",), indirect=True)
+@pytest.mark.parametrize("name", ROUNDED)
+def test_options_in_half_precision_interpreted(impl, name):
+    test_options(impl, name, torch.bfloat16)
 
 
 SIZES = (0, 1, 2, 7, 15, 16, 17, 31, 33, 64, 65)
@@ -133,10 +151,13 @@ def test_empty_tensors(impl, B, H, Hkv, L, S, D, Dv, extra):
         assert (results["out"] == 0).all() and (extra or (results["lse"] == -math.inf).all())
 
 
+HEAD_DIMS = (1, 2, 3, 5, 8, 15, 16, 17, 24, 31, 32, 40, 63, 64, 65, 80, 96, 128, 129, 160, 256, 257, 512)
+INTERPRETED_HEAD_DIMS = (1, 5, 16, 17, 40, 64, 65, 128, 129, 257, 512)
+PAIRS = [(i, D) for i in IMPLEMENTATIONS for D in fewer(i, HEAD_DIMS, INTERPRETED_HEAD_DIMS)]
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize(
-    "D", (1, 2, 3, 5, 8, 15, 16, 17, 24, 31, 32, 40, 63, 64, 65, 80, 96, 128, 129, 160, 256, 257, 512)
-)
+@pytest.mark.parametrize("impl, D", PAIRS, indirect=["impl"])
 def test_head_dims(impl, D, dtype):
     case = make_case(1, 2, 1, 18, 35, D, dtype=dtype, is_causal=True, causal_alignment="lower_right")
     check(call(case, impl), case)
@@ -155,7 +176,8 @@ def test_value_dims(impl, D, Dv):
 ), ids=str)  # fmt: skip
 def test_precision_over_many_keys(impl, dtype, options):
     """Sums over several blocks of keys and queries are no worse than plain PyTorch's."""
-    case = make_case(**({"B": 1, "H": 2, "L": 140, "S": 301, "D": 32, "dtype": dtype} | options))
+    L, S = fewer(impl, (140, 301), (70, 100))
+    case = make_case(**({"B": 1, "H": 2, "L": L, "S": S, "D": 32, "dtype": dtype} | options))
     check(call(case, impl), case, strict=True)
 
 
@@ -215,7 +237,11 @@ def test_random_combinations(impl):
     check_one()
 
 
-@pytest.mark.parametrize("name", ("plain", "everything", "everything, causal", "one query"))
+ALONE = ("plain", "everything", "everything, causal", "one query")
+PAIRS = [(i, name) for i in IMPLEMENTATIONS for name in fewer(i, ALONE, ("everything",))]
+
+
+@pytest.mark.parametrize("impl, name", PAIRS, indirect=["impl"])
 def test_each_gradient_alone_and_through_each_output(impl, name):
     case = make_case(**({"L": 13} | OPTIONS[name]))
     for lse, out in thin(impl, ((True, True), (True, False), (False, True))):
@@ -235,7 +261,8 @@ def test_strides(impl, layout, dtype):
         *heads, 19, 35, 12, 10, dtype, mask="float", padding=True, alibi="bh", sinks=True, is_causal=True
     )
     names = (*INPUTS, "key_padding_mask", "grad_out", "grad_lse")
-    check_layout(case, names, layout, lambda c: call(c, impl), exact=impl != "reference")
+    exact = impl != "reference"
+    check_layout(case, names, layout, lambda c: call(c, impl), exact, halves=impl == "triton")
 
 
 def test_expanded_inputs_and_gradients(impl):
@@ -272,8 +299,9 @@ def test_gradients_in_float64(impl):
         "everything, causal",
     )
     names = (*names, "softcap", "sinks and empty rows", "negative scale, causal")
-    for name in ("everything",) if impl == "triton" else names:
-        case = make_case(**(OPTIONS[name] | {"B": 1, "L": 3, "S": 4, "D": 2, "Dv": 3}))
+    for name in fewer(impl, names, ("everything", "causal")):
+        small = fewer(impl, {}, {"H": 2, "Hkv": 1})
+        case = make_case(**(OPTIONS[name] | {"B": 1, "L": 3, "S": 4, "D": 2, "Dv": 3} | small))
         wanted = case.tensors()
 
         def attend(*tensors, case=case, names=tuple(wanted)):
@@ -292,15 +320,17 @@ def test_gradients_in_float64(impl):
         # Finite differences of -inf are NaN: the mask is kept finite instead.
         inputs = [t.clone().nan_to_num(neginf=-1.0).requires_grad_() for t in wanted.values()]
         assert torch.autograd.gradcheck(attend, inputs, fast_mode=True), name
-        assert torch.autograd.gradgradcheck(attend, inputs, fast_mode=True), name
+        # Derivatives of the gradient come from the reference, whatever the options.
+        if impl != "triton" or name == "causal":
+            assert torch.autograd.gradgradcheck(attend, inputs, fast_mode=True), name
 
 
 def test_repeatable_and_independent_of_threads(impl):
-    case = make_case(
-        2, 4, 2, 70, 90, 16, dtype=torch.float32, mask="float", mask_shape="hls", sinks=True, dropout_p=0.2
-    )
+    sizes = fewer(impl, (2, 4, 2, 70, 90, 16), (1, 2, 1, 40, 70, 16))
+    case = make_case(*sizes, dtype=torch.float32, mask="float", mask_shape="hls", sinks=True, dropout_p=0.2)
     check_repeatable(case, impl)
-    check_repeatable(make_case(1, 4, 2, 2, 1100, 64, dtype=torch.float32, alibi="bh", sinks=True), impl)
+    sizes = fewer(impl, (1, 4, 2, 2, 1100, 64), (1, 2, 1, 2, 70, 64))
+    check_repeatable(make_case(*sizes, dtype=torch.float32, alibi="bh", sinks=True), impl)
 
 
 def check_repeatable(case, impl):
@@ -317,7 +347,8 @@ def check_repeatable(case, impl):
 
 
 def test_gradient_mode_does_not_change_the_result(impl):
-    case = make_case(2, 4, 2, 33, 50, 16, dtype=torch.float32, is_causal=True, dropout_p=0.2)
+    sizes = fewer(impl, (2, 4, 2), (1, 2, 1))
+    case = make_case(*sizes, 33, 50, 16, dtype=torch.float32, is_causal=True, dropout_p=0.2)
     trained = call(case, impl)["out"]
     assert torch.equal(call(case, impl, only=())["out"], trained)
     with torch.no_grad():
@@ -327,7 +358,8 @@ def test_gradient_mode_does_not_change_the_result(impl):
 
 
 def test_properties(impl):
-    case = make_case(2, 4, 2, 33, 50, 16, dtype=torch.float64)
+    B, H, Hkv = fewer(impl, (2, 4, 2), (1, 2, 1))
+    case = make_case(B, H, Hkv, 33, 50, 16, dtype=torch.float64)
 
     def run(**changed):
         arguments = {
@@ -346,7 +378,7 @@ def test_properties(impl):
     torch.testing.assert_close(run(key=case.key[:, :, order], value=case.value[:, :, order]), out)
     rows = torch.randperm(33)
     torch.testing.assert_close(run(query=case.query[:, :, rows]), out[:, :, rows])
-    shift = torch.randn(2, 4, 33, 1, dtype=torch.float64)
+    shift = torch.randn(B, H, 33, 1, dtype=torch.float64)
     torch.testing.assert_close(run(attn_mask=shift), out)
     causal = run(is_causal=True)
     prefix = run(
@@ -466,8 +498,6 @@ def test_oracle_gradient_is_the_derivative_of_its_value():
 def test_other_instruction_sets(other_isa, run_python):
     """The compact tests of this file and of the rules, once more under each of the other instruction sets."""
     require("cpu")
-    found = run_python("-c", "from fastattn import _native; print(_native.isa())", FASTATTN_CPU_ISA=other_isa)
-    assert found.stdout.strip() == other_isa
     compact = ["options", "sizes", "head_dims", "value_dims", "precision", "minimum", "weights"]
     compact += ["isolation", "boolean", "a_scale"]
     chosen = f"({' or '.join('test_' + name for name in compact)}) and cpu"

@@ -9,8 +9,18 @@ import operator_checks
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import INPUTS, call, check, dropout_seed, exact, make_case, thin
-from operator_checks import assert_same, require
+from attention_cases import (
+    IMPLEMENTATIONS,
+    INPUTS,
+    call,
+    check,
+    choices,
+    dropout_seed,
+    exact,
+    make_case,
+    thin,
+)
+from operator_checks import NATIVE, assert_same, fewer, require
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import fastattn
@@ -48,7 +58,7 @@ def test_isolation_hidden_keys(impl):
     for dtype in thin(impl, (torch.float32, torch.bfloat16, torch.float64)):
         for options, prepare, keys in hiding:
             for poison in thin(impl, (math.nan, math.inf, -math.inf)):
-                case = make_case(**({"L": 20, "dtype": dtype} | options))
+                case = make_case(**({"B": fewer(impl, 2, 1), "L": 20, "dtype": dtype} | options))
                 if prepare is None:
                     keys = [5, 6, 31]
                     case.attn_mask[..., keys] = -math.inf
@@ -64,7 +74,7 @@ def test_isolation_hidden_keys(impl):
 def test_isolation_of_keys_that_mask_and_window_hide_together(impl):
     """Each query is kept from a key by its mask or by its window, few queries and many, and grouped heads."""
     for dtype in thin(impl, (torch.float32, torch.bfloat16)):
-        for H, L in ((2, 2), (4, 4), (4, 40)):
+        for H, L in fewer(impl, ((2, 2), (4, 4), (4, 40)), ((4, 4), (2, 40))):
             window = {"window_size": (2, 0), "causal_alignment": "lower_right"}
             case = make_case(2, H, 2, L, 50, dtype=dtype, mask="bool", **window)
             diagonal = 50 - L
@@ -150,7 +160,7 @@ def test_isolation_of_grouped_heads(impl):
 
 def test_windows_of_any_size(impl):
     q, k = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 11, 8)
-    for huge in (1000, 2**31, 2**62, 2**63 - 1):
+    for huge in thin(impl, (2**63 - 1, 1000, 2**31, 2**62)):
         for alignment in ("upper_left", "lower_right"):
             options = {"causal_alignment": alignment, "impl": impl}
             everything = attend(q, k, k, window_size=(huge, huge), **options)
@@ -270,7 +280,7 @@ def test_dropout_follows_the_generator_alone(impl):
 # Arguments and shapes
 
 
-@pytest.mark.parametrize("query, key, value, mask", [
+SHAPES = [
     ((5, 8), (7, 8), (7, 4), (5, 7)),
     ((3, 5, 8), (3, 7, 8), (3, 7, 4), (7,)),
     ((3, 5, 8), (3, 7, 8), (3, 7, 4), (3, 1, 7)),
@@ -284,7 +294,12 @@ def test_dropout_follows_the_generator_alone(impl):
     ((2, 3, 5, 8), (2, 1, 7, 8), (2, 1, 7, 4), (2, 1, 5, 7)),
     ((2, 3, 5, 8), (7, 8), (3, 7, 4), (5, 7)),
     ((2, 1, 3, 5, 8), (1, 4, 3, 7, 8), (2, 4, 1, 7, 4), (4, 3, 5, 7)),
-])  # fmt: skip
+]  # fmt: skip
+# Triton has these strides of its own: a mask of fewer dimensions, heads and batches that are shared.
+PAIRS = [(i, *shapes) for i in IMPLEMENTATIONS for shapes in fewer(i, SHAPES, (SHAPES[2], *SHAPES[8:11]))]
+
+
+@pytest.mark.parametrize("impl, query, key, value, mask", PAIRS, indirect=["impl"])
 def test_leading_dimensions_broadcast_as_in_torch(impl, query, key, value, mask):
     generator = torch.Generator().manual_seed(0)
     shapes = (query, key, value, mask)
@@ -407,6 +422,7 @@ def test_mask_with_more_dimensions_than_the_query(impl, shape):
     torch.testing.assert_close(attend(q, k, v, mask, impl=impl), expected)
 
 
+@NATIVE
 def test_causal_masks_of_torch(impl):
     """torch.nn.attention.bias holds no numbers: its size and its kind are what counts."""
     for L, S in ((5, 5), (5, 7), (7, 5)):
@@ -437,11 +453,8 @@ def test_numbers_of_other_types(impl):
 
 
 def test_mask_gradient_has_the_shape_and_dtype_of_the_mask(impl):
-    for dtype, mask_dtype in (
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32),
-        (torch.bfloat16,) * 2,
-    ):
+    half, single = torch.bfloat16, torch.float32
+    for dtype, mask_dtype in thin(impl, ((half, single), (single, single), (half, half))):
         for shape in ((), (7,), (5, 1), (3, 5, 7), (1, 3, 1, 7), (2, 1, 5, 7), (2, 3, 5, 7)):
             q, k = torch.randn(2, 3, 5, 8).to(dtype), torch.randn(2, 3, 7, 8).to(dtype)
             mask = torch.randn(shape).to(mask_dtype).requires_grad_()
@@ -548,13 +561,14 @@ def test_plain_calls_equal_torch():
 # Weights
 
 
-@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16), ids=str)
+@choices((torch.float64, torch.float32, torch.bfloat16), (torch.bfloat16,))
 @pytest.mark.parametrize("options", (
     {}, {"is_causal": True}, {"mask": "float", "mask_shape": "ls", "padding": True, "scale": 0.7},
     {"mask": "bool", "dropout_p": 0.3}, {"dropout_p": 1.0},
 ), ids=str)  # fmt: skip
 def test_weights(impl, options, dtype):
-    case = make_case(**({"B": 2, "H": 3, "L": 18, "S": 37, "D": 8, "dtype": dtype} | options))
+    B = fewer(impl, 2, 1)
+    case = make_case(**({"B": B, "H": 3, "L": 18, "S": 37, "D": 8, "dtype": dtype} | options))
     arguments = {"attn_mask": case.attn_mask, "key_padding_mask": case.key_padding_mask} | case.options
     expected, _ = exact(case)
     tolerance = {"rtol": 4 * torch.finfo(dtype).eps ** 0.9, "atol": 4 * torch.finfo(dtype).eps}
@@ -602,7 +616,8 @@ def test_weights_have_gradients(impl):
                 )  # fmt: skip
 
             assert torch.autograd.gradcheck(weigh, tuple(inputs.values()), fast_mode=True)
-            assert torch.autograd.gradgradcheck(weigh, tuple(inputs.values()), fast_mode=True)
+            if impl != "triton":  # those come from the reference
+                assert torch.autograd.gradgradcheck(weigh, tuple(inputs.values()), fast_mode=True)
 
 
 def test_weights_hold_no_square_per_head(impl):

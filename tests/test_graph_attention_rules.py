@@ -207,6 +207,7 @@ def test_raw_edge_index():
 # --- dropout ------------------------------------------------------------------------------------------------
 
 
+@NATIVE
 @pytest.mark.parametrize("p", (0.1, 0.5, 0.9))
 def test_dropout_keeps_the_share_it_says(impl, p):
     N, E, H = 20, 4000, 3

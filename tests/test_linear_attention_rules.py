@@ -36,10 +36,11 @@ HIDING = {
 @pytest.mark.parametrize("name", HIDING)
 def test_isolation_of_padding(impl, name, dtype):
     """NaN and inf in keys, values and decays of padded tokens change no bit of any result."""
-    for keys in fewer(impl, ((0, 1, 2), (3, 17, 38, 39), range(40), range(8, 40)), ((0, 3, 17, 38, 39),)):
+    L = fewer(impl, 40, 20)
+    for keys in fewer(impl, ((0, 1, 2), (3, 17, 38, 39), range(40), range(8, 40)), ((0, 3, 17, 18, 19),)):
         keys = list(keys)
-        case = make_case(**({"L": 40, "dtype": dtype} | HIDING[name]))
-        case.key_padding_mask = torch.ones(2, 40, dtype=torch.bool)
+        case = make_case(**({"B": fewer(impl, 2, 1), "L": L, "dtype": dtype} | HIDING[name]))
+        case.key_padding_mask = torch.ones(case.query.shape[0], case.key.shape[2], dtype=torch.bool)
         case.key_padding_mask[:, keys] = False
         expected = call(case, impl)
         check(expected, case)
@@ -61,7 +62,7 @@ def test_isolation_of_rows_that_see_nothing(impl, normalize, dtype):
     """A query before the first key, or of a batch without keys, may be NaN, as may its incoming gradient."""
     for options in (CAUSAL, {}):
         L = fewer(impl, 70, 20)
-        case = make_case(3, 2, L=L, dtype=dtype, normalize=normalize, **options)
+        case = make_case(3, fewer(impl, 2, 1), L=L, dtype=dtype, normalize=normalize, **options)
         case.key_padding_mask = torch.arange(L) >= torch.tensor([[0], [L - 4], [L]])
         blind = [(1, slice(0, L - 4)), (2, slice(0, L))] if options else [(2, slice(0, L))]
         expected = call(case, impl)
@@ -149,15 +150,16 @@ def test_infinite_sums_are_never_hidden(impl):
 
 def test_infinite_values_stay_infinite(impl):
     """Positive weights times infinity: in every row that sees it, near it or chunks behind, and never NaN."""
+    L = fewer(impl, 200, 40)
     for dtype in fewer(impl, (torch.float32, torch.bfloat16, torch.float64), (torch.bfloat16,)):
         for options, later in (
-            (CAUSAL, slice(5, 200)),
-            ({"D": 5, "Dv": 3, **CAUSAL}, slice(5, 200)),  # padded to whole vectors inside
-            ({"D": 5}, slice(0, 200)),
+            (CAUSAL, slice(5, L)),
+            ({"D": 5, "Dv": 3, **CAUSAL}, slice(5, L)),  # padded to whole vectors inside
+            ({"D": 5}, slice(0, L)),
             ({"decay": "token", **CAUSAL}, slice(5, 9)),
             ({"L": 9, "D": 5, "Dv": 3, **CAUSAL}, slice(5, 9)),
         ):
-            case = make_case(**{"B": 1, "H": 2, "L": 200, "dtype": dtype} | options)
+            case = make_case(**{"B": 1, "H": 2, "L": L, "dtype": dtype} | options)
             expected = call(case, impl, only=())
             for value in (math.inf, -math.inf):
                 case.value[0, 1, 5, 2] = value
@@ -177,43 +179,46 @@ def test_infinite_values_stay_infinite(impl):
 
 def test_infinite_gradients_stay_infinite(impl):
     """Those of the values are positive weights times infinity, chunks behind, and of one channel only."""
+    L = fewer(impl, 200, 50)
     for dtype in (torch.float32, torch.bfloat16):
-        case = make_case(1, 2, L=200, D=5, Dv=3, dtype=dtype, **CAUSAL)
+        case = make_case(1, 2, L=L, D=5, Dv=3, dtype=dtype, **CAUSAL)
         expected = call(case, impl, only=("value",))["grad_value"]
-        case.grad_out[0, 1, 190, 2] = math.inf
+        case.grad_out[0, 1, L - 10, 2] = math.inf
         grad = call(case, impl, only=("value",))["grad_value"]
-        assert (grad[0, 1, :191, 2] == math.inf).all()
+        assert (grad[0, 1, : L - 9, 2] == math.inf).all()
         grad[0, 1, :, 2] = expected[0, 1, :, 2]
         assert torch.equal(grad, expected)
 
 
 def test_isolation_of_earlier_rows_from_later_tokens(impl):
     """A NaN in a key reaches no row before its chunk of tokens, in results and gradients; states neither."""
+    L, before = fewer(impl, (400, 128), (60, 32))
     for dtype in fewer(impl, (torch.float32, torch.bfloat16), (torch.float32,)):
         for options in ({}, {"decay": "token"}):
-            case = make_case(1, 2, L=400, dtype=dtype, **options, **CAUSAL)
+            case = make_case(1, 2, L=L, dtype=dtype, **options, **CAUSAL)
             expected = call(case, impl, only=())["out"]
-            case.key[:, :, 300:] = math.nan
-            case.value[:, :, 350:] = math.nan
+            case.key[:, :, 3 * L // 4 :] = math.nan
+            case.value[:, :, 7 * L // 8 :] = math.nan
             out = call(case, impl, only=())["out"]
-            assert torch.equal(out[:, :, :128], expected[:, :, :128])
-            assert out[:, :, 300:].isnan().all()
+            assert torch.equal(out[:, :, :before], expected[:, :, :before])
+            assert out[:, :, 3 * L // 4 :].isnan().all()
 
 
 def test_reset_forgets_even_nan(impl):
     """Across chunks: after a decay of -inf nothing before matters, whatever it was."""
+    L, reset, behind = fewer(impl, (300, 160, 256), (60, 20, 48))
     for strong in fewer(impl, (-math.inf, torch.finfo(torch.float32).min), (-math.inf,)):
-        case = make_case(1, 2, L=300, dtype=torch.float32, decay="token", initial=True, **CAUSAL)
+        case = make_case(1, 2, L=L, dtype=torch.float32, decay="token", initial=True, **CAUSAL)
         case.decay[:, :, 0] = strong
-        case.decay[:, :, 160] = strong
+        case.decay[:, :, reset] = strong
         expected = call(case, impl, only=())
         check(expected, case)
         case.initial_kv.fill_(math.nan)
         case.initial_z.fill_(math.inf)
         assert_same(call(case, impl, only=()), expected)
-        case.value[:, :, :20] = math.nan
+        case.value[:, :, :15] = math.nan
         changed = call(case, impl, only=())
-        assert torch.equal(changed["out"][:, :, 256:], expected["out"][:, :, 256:])
+        assert torch.equal(changed["out"][:, :, behind:], expected["out"][:, :, behind:])
         assert torch.equal(changed["kv"], expected["kv"]) and torch.equal(changed["z"], expected["z"])
         state = LinearAttentionState(
             *(torch.full_like(t, math.nan) for t in (case.initial_kv, case.initial_z))
@@ -228,7 +233,8 @@ def test_zero_denominators(impl):
     for dtype in fewer(impl, (torch.float32, torch.bfloat16, torch.float64), (torch.float64,)):
         for eps in fewer(impl, (0.0, 1e-6), (0.0,)):
             for options in (CAUSAL, {}):
-                case = make_case(2, 2, L=70, D=4, dtype=dtype, feature_map="relu", eps=eps, **options)
+                L = fewer(impl, 70, 20)
+                case = make_case(1, 2, L=L, D=4, dtype=dtype, feature_map="relu", eps=eps, **options)
                 case.query, case.key = case.query.abs() + 0.1, case.key.abs() + 0.1
                 case.query[0, 0, ::7, 2:] = -1.0
                 case.key[0, 0, :, :2] = -1.0
@@ -266,7 +272,7 @@ def test_negative_features_give_the_quotient(impl):
 
 
 def test_properties(impl):
-    case = make_case(2, 4, 2, 33, 50, 16, dtype=torch.float64)
+    case = make_case(*fewer(impl, (2, 4, 2), (1, 4, 2)), 33, 50, 16, dtype=torch.float64)
 
     def run(**changed):
         arguments = {"query": case.query, "key": case.key, "value": case.value, "eps": 0.0, "impl": impl}
@@ -301,7 +307,8 @@ def test_scale_never_enters_the_state(impl):
 
 
 def test_inputs_are_never_written_to(impl):
-    case = make_case(2, 4, 2, 70, D=8, decay="token", padding="random", initial=True, **CAUSAL)
+    sizes = fewer(impl, (2, 4, 2, 70), (1, 2, 1, 20))
+    case = make_case(*sizes, D=8, decay="token", padding="random", initial=True, **CAUSAL)
     names = (*INPUTS, "key_padding_mask", "grad_out", "grad_kv", "grad_z")
     before = {n: getattr(case, n).clone() for n in names}
     call(case, impl)
@@ -320,10 +327,10 @@ def test_memory_grows_with_the_length_alone(impl):
             sizes.extend(t.numel() for t in leaves if isinstance(t, torch.Tensor))
             return result
 
-    L = fewer(impl, 4096, 512)
-    q, k = torch.randn(1, 2, L, 4, requires_grad=True), torch.randn(1, 2, L, 4)
+    H, L = fewer(impl, (2, 4096), (1, 160))
+    q, k = torch.randn(1, H, L, 4, requires_grad=True), torch.randn(1, H, L, 4)
     with Watch():
-        attend(q, k, k, is_causal=True, decay=-torch.rand(1, 2, L), impl=impl).sum().backward()
+        attend(q, k, k, is_causal=True, decay=-torch.rand(1, H, L), impl=impl).sum().backward()
     assert max(sizes) < L * L // 16
 
 
