@@ -12,6 +12,10 @@ constexpr int64_t kDecodeGradRows = 16;  // of the backward, where a tile has tw
 // Keys that are computed with while the next ones are on their way from memory, where each is read once. They
 // stay in the first-level cache for all rows of a group.
 constexpr int64_t kStrip = 16;
+// How many keys ahead rows are fetched whole, of which a core has only so many on their way; and how many
+// ahead they are touched, which finds their addresses and starts the prefetching of the hardware: it ends
+// with a page.
+constexpr int64_t kFetch = 8, kTouch = 24;
 template <class T>
 inline bool has_few_rows(const Problem<T>& problem, int64_t limit) {
   return problem.group * problem.p.L <= min(limit, kTile<T>) && !problem.has_dropout();
@@ -124,25 +128,28 @@ template <class Row>
 FASTATTN_INLINE void prefetch_row(const Row* row, int64_t columns) {
   for (int64_t d = 0; d < columns; d += 64 / int64_t(sizeof(Row))) __builtin_prefetch(row + d);
 }
-// The first keys of a block that comes next.
+// The first keys of a block that comes next, up to where its strips go on.
 template <class T>
 inline void prefetch_strip(const Problem<T>& problem, const View& view, int64_t columns, int64_t b,
                            int64_t hk, int64_t begin, int64_t end) {
   with_dtype_beside<T>(view.dtype, [&]<class S>(S) {
-    for (int64_t j = begin; j < min(begin + kStrip, end);) {
+    for (int64_t j = begin; j < min(begin + kFetch, end);) {
       const S* row = static_cast<const S*>(view.data) + problem.key_offset(view, b, hk, j);
-      for (const int64_t piece = min(min(begin + kStrip, end), problem.piece_end(j)); j < piece; ++j) {
+      for (const int64_t piece = min(min(begin + kFetch, end), problem.piece_end(j)); j < piece; ++j) {
         prefetch_row(row, columns);
         row += view.stride[2];
       }
     }
   });
 }
-// f(first, count) for the strips of a block, each while the next one is fetched.
+// f(first, count) for the strips of a block, each while later keys are fetched.
 template <class Row, class F>
 FASTATTN_INLINE void for_each_strip(const Row* const* rows, int64_t columns, int64_t keys, F&& f) {
   for (int64_t first = 0; first < keys; first += kStrip) {
-    for (int64_t j = first + kStrip; j < min(first + 2 * kStrip, keys); ++j) prefetch_row(rows[j], columns);
+    for (int64_t j = first + kFetch; j < min(first + kFetch + kStrip, keys); ++j)
+      prefetch_row(rows[j], columns);
+    for (int64_t j = first + kTouch; j < min(first + kTouch + kStrip, keys); ++j)
+      __builtin_prefetch(rows[j], 0, 2);
     f(first, min(kStrip, keys - first));
   }
 }
