@@ -204,11 +204,13 @@ def negated(tensor: torch.Tensor) -> torch.Tensor:
     return twin
 
 
-def check_compiled(function, inputs, *fixed, dynamic=None, sizes=(5, 8, 1, 33, 64)) -> None:
+def check_compiled(
+    function, inputs, *fixed, dynamic=None, sizes=(5, 8, 1, 33, 64), gradients=(False, True)
+) -> None:
     """function(*inputs(size), *fixed) in one graph: the eager numbers, and at most three compilations."""
     from torch._dynamo.testing import CompileCounterWithBackend  # takes as long as torch itself
 
-    for gradients in (False, True):
+    for wanted in gradients:
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=counter)
@@ -216,10 +218,10 @@ def check_compiled(function, inputs, *fixed, dynamic=None, sizes=(5, 8, 1, 33, 6
             given = inputs(size)
             results = []
             for run in (compiled, function):
-                leaves = [t.clone().requires_grad_(gradients and t.is_floating_point()) for t in given]
+                leaves = [t.clone().requires_grad_(wanted and t.is_floating_point()) for t in given]
                 torch.manual_seed(0)
                 outputs = run(*leaves, *fixed)
-                if gradients:
+                if wanted:
                     sum(t.sin().sum() for t in outputs).backward()
                 results.append([*outputs, *(t.grad for t in leaves)])
             torch.testing.assert_close(*results)
