@@ -86,7 +86,7 @@ def forward_kernel(
     in_tile = i < L
     r, c = offsets(BLOCK_Q, WIDE), offsets(BLOCK_K, WIDE)
     channels, value_channels = offsets(BLOCK_D, WIDE), offsets(BLOCK_DV, WIDE)
-    slope = slope_of(alibi, alibi_stride, n, h)
+    slope = slope_of(alibi, alibi_stride, n, h) if alibi is not None else None
     if seed is not None:
         word1, word2 = dropout_words(seed_word(seed), first_row + i + 1)
 
@@ -121,6 +121,8 @@ def forward_kernel(
                 dots, b, h, r[:, None], c[None, :], row, column, L, S, offset, left, right, mask,
                 mask_stride, shown, slope, scale, softcap, SOFTCAP, part == 0,
             )  # fmt: skip
+            if part == 0:
+                score = tl.where(visible, score, -float("inf"))
             if HIDING:
                 seen = seen | (tl.max(visible.to(tl.int32), 1) > 0)
             weights, rescale, top, total = softmax_step(score, top, total)
@@ -176,7 +178,7 @@ def grad_query_kernel(
     in_tile = i < L
     r, c = offsets(BLOCK_Q, WIDE), offsets(BLOCK_K, WIDE)
     channels, value_channels = offsets(BLOCK_D, WIDE), offsets(BLOCK_DV, WIDE)
-    slope = slope_of(alibi, alibi_stride, n, h)
+    slope = slope_of(alibi, alibi_stride, n, h) if alibi is not None else None
     if seed is not None:
         word1, word2 = dropout_words(seed_word(seed), first_row + i + 1)
 
@@ -243,7 +245,7 @@ def grad_query_kernel(
         seen = rows_see(i, S, offset, left, right)
     seen = seen & in_tile
     if seen_rows is not None:
-        tl.store(seen_rows + first_row + i, seen.to(tl.uint8), mask=in_tile)
+        tl.store(seen_rows + first_row + i, seen.to(seen_rows.dtype.element_ty), mask=in_tile)
     grad = tl.where(seen[:, None], grad * tl.full([], scale, ACCURATE), 0.0)
     store_rows(grad_query, grad_query_stride, b, h, first_q + row, r, channels, in_tile, D, grad)
     if alibi_sum is not None:
@@ -291,13 +293,14 @@ def grad_key_value_kernel(
     begin, inner, outer, end = seeing_rows(
         column, tl.minimum(column + BLOCK_K, S) - 1, L, offset, left, right
     )
-    for g in range(0, group):
+    # The compiler moves what does not change out of loops, into registers that the sums need.
+    for g in tl.range(0, group, disable_licm=True):
         h = shared * group + g
         first_row = number_rows(bounds_q, b, h, H, total_rows, first_q)
-        slope = slope_of(alibi, alibi_stride, n, h)
+        slope = slope_of(alibi, alibi_stride, n, h) if alibi is not None else None
         for part in tl.static_range(1 if HIDING else 2):
             first, count, before, gap = blocks_of(part, begin, inner, outer, end, BLOCK_Q, HIDING)
-            for block in range(0, count):
+            for block in tl.range(0, count, disable_licm=True):
                 row = block_at(block, first, before, gap, BLOCK_Q)
                 i = row + tl.arange(0, BLOCK_Q)
                 present = (i >= begin) & (i < end)
@@ -320,14 +323,15 @@ def grad_key_value_kernel(
                     mask, mask_stride, shown, slope, scale, softcap, SOFTCAP, part == 0,
                 )  # fmt: skip
                 weights = weights_of(score, level[None, :], logarithm, visible, part == 0)
-                grads = product(v, tl.trans(do), tl.full([BLOCK_K, BLOCK_Q], 0, ACCURATE), PRECISION, UPCAST)
                 kept = weights
                 if seed is not None:
                     word1, word2 = dropout_words(seed_word(seed), first_row + i + 1)
                     keep = dropout_keep(word1[None, :], word2[None, :], j[:, None], threshold)
                     kept = tl.where(keep, weights, 0.0)
-                    grads = tl.where(keep, grads * tl.full([], keep_scale, ACCURATE), 0.0)
                 dv = product(kept, do, dv, PRECISION, UPCAST)
+                grads = product(v, tl.trans(do), tl.full([BLOCK_K, BLOCK_Q], 0, ACCURATE), PRECISION, UPCAST)
+                if seed is not None:
+                    grads = tl.where(keep, grads * tl.full([], keep_scale, ACCURATE), 0.0)
                 grads = weights * (grads - difference[None, :])
                 if part == 0:
                     grads = tl.where(visible, grads, 0.0)
@@ -365,12 +369,12 @@ def grad_mask_kernel(
     channels, value_channels = offsets(BLOCK_D, WIDE), offsets(BLOCK_DV, WIDE)
 
     total = tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE)
-    items = shared[0] * shared[1] * shared[2] * shared[3]
-    for item in range(chunk * per_chunk, tl.minimum((chunk + 1) * per_chunk, items)):
-        column = (key_tile + item % shared[3]) * BLOCK_K
-        row = (row_tile + item // shared[3] % shared[2]) * BLOCK_Q
-        h = tl.cast(mask_h + item // (shared[3] * shared[2]) % shared[1], tl.int64)
-        b = tl.cast(mask_b + item // (shared[3] * shared[2] * shared[1]), tl.int64)
+    tiles = tl.cast(shared[2], tl.int64) * shared[3]
+    first = tl.cast(chunk, tl.int64) * per_chunk
+    for item in range(first, tl.minimum(first + per_chunk, tiles * shared[1] * shared[0])):
+        column = (key_tile + (item % shared[3]).to(tl.int32)) * BLOCK_K
+        row = (row_tile + (item // shared[3] % shared[2]).to(tl.int32)) * BLOCK_Q
+        h, b = mask_h + item // tiles % shared[1], mask_b + item // tiles // shared[1]
         begin, inner, outer, end = seen_keys(row, tl.minimum(row + BLOCK_Q, L) - 1, S, offset, left, right)
         if (column < end) & (column + BLOCK_K > begin):
             i, j = row + tl.arange(0, BLOCK_Q), column + tl.arange(0, BLOCK_K)
@@ -384,7 +388,7 @@ def grad_mask_kernel(
                 column, c, value_channels, j < S, DV, BLOCK_DV, True,
             )  # fmt: skip
             shown = shown_keys(padding, padding_stride, b, j, j < S)[None, :] if padding is not None else None
-            slope = slope_of(alibi, alibi_stride, b, h)
+            slope = slope_of(alibi, alibi_stride, b, h) if alibi is not None else None
             dots = product(q, tl.trans(k), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
             score, visible, _ = scores_of(
                 dots, b, h, r[:, None], c[None, :], row, column, L, S, offset, left, right,
@@ -452,7 +456,7 @@ def weights_kernel(
                       channels, i < L, D, BLOCK_D, True)  # fmt: skip
         k = load_rows(key, key_stride, b, h // group, column,
                       c, channels, j < S, D, BLOCK_D, True)  # fmt: skip
-        slope = slope_of(alibi, alibi_stride, b, h)
+        slope = slope_of(alibi, alibi_stride, b, h) if alibi is not None else None
         dots = product(q, tl.trans(k), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
         score, visible, _ = scores_of(
             dots, b, h, r[:, None], c[None, :], row, column, L, S, offset, left, right, mask, mask_stride,
@@ -478,7 +482,7 @@ def weights_kernel(
 def sum_tiles_kernel(partial, total, bounds, N, length, BLOCK: tl.constexpr):
     """(heads, N) sums over the tiles of a sequence, out of (heads, places for tiles)."""
     n, h = tl.program_id(0) % N, (tl.program_id(0) // N).to(tl.int64)
-    places = length // BLOCK + N
+    places = length // BLOCK + N + 2
     tokens = tl.load(bounds + n + 1) - tl.load(bounds + n)
     begin = clip(first_tile(bounds, n, BLOCK), places)
     end = clip(begin + ((tokens + BLOCK - 1) // BLOCK).to(tl.int32), places)

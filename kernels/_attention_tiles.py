@@ -35,36 +35,39 @@ def _tanh(x):
 def first_tile(bounds, n, BLOCK: tl.constexpr):
     """Where in a row of tiles that hold packed sequences those of sequence n begin.
 
-    This leaves room for the partial tile at each one's end: there are total // BLOCK + N places, and a
-    program needs to know nothing but the bounds to find its own.
+    This leaves room for the partial tile at each one's end, and for the tokens in front of the first and
+    behind the last: there are total // BLOCK + N + 2 places, and a program needs to know nothing but the
+    bounds to find its own.
     """
-    return (tl.load(bounds + n) // BLOCK).to(tl.int32) + n
+    return (tl.load(bounds + n) // BLOCK).to(tl.int32) + n + 1
 
 
 @device
 def _packed_tile(place, bounds, other_bounds, N, total, other_total, BLOCK: tl.constexpr):
     """The sequence of a place, the number of its tile, and where on either side the sequence lies.
 
-    A place behind the last tile has a sequence of no tokens. Whatever the bounds, nothing outside of the
-    tensors is read or written.
+    A place behind the last tile has a sequence of no tokens. Those in front of the first sequence and behind
+    the last see nothing. Whatever the bounds, nothing outside of the tensors is read or written.
     """
-    n, after = place * 0, place * 0 + N
+    n, after = place * 0 - 1, place * 0 + N + 1
     while after - n > 1:
         middle = (n + after) // 2
         if first_tile(bounds, middle, BLOCK) <= place:
             n = middle
         else:
             after = middle
-    tile = place - first_tile(bounds, n, BLOCK)
-    begin = clip(tl.load(bounds + n).to(tl.int64), total)
-    end = clip(tl.load(bounds + n + 1).to(tl.int64), total)
-    other = clip(tl.load(other_bounds + n).to(tl.int64), other_total)
-    other_end = clip(tl.load(other_bounds + n + 1).to(tl.int64), other_total)
+    own = (n >= 0) & (n < N)
+    low, high = tl.maximum(n, 0), tl.minimum(n + 1, N)
+    tile = place - tl.where(n < 0, 0, first_tile(bounds, low, BLOCK))
+    begin = tl.where(n < 0, 0, clip(tl.load(bounds + low).to(tl.int64), total))
+    end = tl.where(n < N, clip(tl.load(bounds + high).to(tl.int64), total), total)
+    other = clip(tl.load(other_bounds + low).to(tl.int64), other_total)
+    other_end = clip(tl.load(other_bounds + high).to(tl.int64), other_total)
     length = tl.maximum(end - begin, 0).to(tl.int32)
     there = (tile >= 0) & (tile * BLOCK < length)
     length = tl.where(there, length, 0)
-    other_length = tl.where(there, tl.maximum(other_end - other, 0).to(tl.int32), 0)
-    return n, tl.where(there, tile, 0), begin, other, length, other_length
+    other_length = tl.where(there & own, tl.maximum(other_end - other, 0).to(tl.int32), 0)
+    return tl.minimum(low, N - 1), tl.where(there, tile, 0), begin, other, length, other_length
 
 
 @device
@@ -82,7 +85,7 @@ def tile_of(
         n, h = head // heads, head % heads
         b, begin, other = n, 0, 0
     else:
-        places = length // BLOCK + N
+        places = length // BLOCK + N + 2
         n, tile, begin, other, length, other_length = _packed_tile(
             program % places, bounds, other_bounds, N, length, other_length, BLOCK
         )
@@ -141,10 +144,7 @@ def offsets(BLOCK: tl.constexpr, WIDE: tl.constexpr):
 
 @device
 def slope_of(alibi, alibi_stride, n, h):
-    if alibi is None:
-        return None
-    else:
-        return tl.load(alibi + n * alibi_stride[0] + h * alibi_stride[1])
+    return tl.load(alibi + n * alibi_stride[0] + h * alibi_stride[1])
 
 
 @device
@@ -196,7 +196,8 @@ def scores_of(
     dots, b, h, r, c, row, column, L, S, offset, left, right, mask, mask_stride, shown, slope, scale, softcap,
     SOFTCAP: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Scores in units of log2, which of them are visible, and d(capped score) / d(scaled score).
+    """Scores in units of log2, which of them are visible, and d(capped score) / d(scaled score); what is not
+    visible may have any score.
 
     For rows ``row + r`` and keys ``column + c``, in either orientation. ``shown``: those that
     key_padding_mask shows.
@@ -224,16 +225,14 @@ def scores_of(
         at = mask + b * mask_stride[0] + h * mask_stride[1]
         at += tl.cast(row, tl.int64) * mask_stride[2] + tl.cast(column, tl.int64) * mask_stride[3]
         at = at + (r * mask_stride[2] + c * mask_stride[3])
-        if mask.dtype.element_ty == tl.uint8:
+        if mask.dtype.element_ty.is_int():
             visible = visible & (tl.load(at, mask=visible, other=0) != 0)
         else:
             bias = tl.load(at, mask=visible, other=-float("inf")).to(ACCURATE)
             visible = visible & (bias != -float("inf"))
             score += to_log2(bias)
-    if CHECK or shown is not None or mask is not None:
-        score = tl.where(visible, score, -float("inf"))
-        if SOFTCAP:
-            bend = tl.where(visible, bend, 0.0)
+    if SOFTCAP and (CHECK or shown is not None or mask is not None):
+        bend = tl.where(visible, bend, 0.0)
     return score, visible, bend
 
 

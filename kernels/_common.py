@@ -18,10 +18,10 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = [
-    "INTERPRETED", "LN2", "LOG2E", "Config", "architecture", "block_of", "check",
-    "compile_only", "describe", "device", "dropout_keep",
-    "dropout_threshold", "dropout_words", "launch", "load_rows", "needs_wide_offsets", "operand", "precision",
-    "product", "seed_word", "store_rows", "to_log2", "to_natural",
+    "INTERPRETED", "LN2", "LOG2E", "Config", "architecture", "block_of", "check", "compile_only", "describe",
+    "device", "dropout_keep", "dropout_threshold", "dropout_words", "launch", "load_rows", "mask_numbers",
+    "needs_wide_offsets", "operand", "precision", "product", "seed_word", "store_rows", "to_log2",
+    "to_natural",
 ]  # fmt: skip
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -133,6 +133,12 @@ def needs_wide_offsets(*tensors: Tensor | None) -> bool:
     Tiles are of the last two dimensions. Offsets of tiles, heads and batches always have 64.
     """
     return any(s * 1024 >= 2**31 for t in tensors if t is not None for s in t.stride()[-2:])
+
+
+def mask_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask as kernels read it. Triton 3.6 ends the process at a product of float64 numbers that
+    anything narrower than 32 bits has selected."""
+    return mask.to(torch.int32) if dtype == torch.float64 else mask.view(torch.uint8)
 
 
 # The largest element that is read through tensor descriptors. These take the addresses out of the registers:

@@ -62,7 +62,7 @@ GRAD_QUERY: Table = {
 }  # fmt: skip
 # Two accumulators of a tile's width, half of all registers at 128 keys and channels: few queries at a time.
 GRAD_KEY_VALUE: Table = {
-    "cuda:90": {(2, 64): (32, 128, 8, 2), (2, 128): (16, 128, 8, 2), (2, 256): (16, 64, 8, 2)},
+    "cuda:90": {(2, 128): (32, 128, 8, 2), (2, 256): (16, 64, 8, 2)},
     "cuda:100": {(2, 64): (16, 128, 8, 2), (2, 128): (16, 128, 8, 1), (2, 256): (32, 64, 8, 1)},
     "hip": {(2, 64): (64, 64, 4, 1), (2, 128): (32, 64, 4, 1), (2, 256): (16, 32, 4, 1)},
     "interpreter": {(8, 512): (32, 32, 1, 1)},

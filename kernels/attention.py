@@ -12,6 +12,7 @@ from fastattn.kernels._common import (
     describe,
     dropout_threshold,
     launch,
+    mask_numbers,
     needs_wide_offsets,
     precision,
 )
@@ -107,7 +108,7 @@ class _Call:
 
     def add(self, name: str, tensor: Tensor | None) -> None:
         if tensor is not None and tensor.dtype == torch.bool:
-            tensor = tensor.view(torch.uint8)
+            tensor = mask_numbers(tensor, self.dtype)
         self.arguments[name] = tensor
         self.arguments[f"{name}_stride"] = None if tensor is None else tensor.stride()
         self.arguments["WIDE"] |= needs_wide_offsets(tensor)
@@ -139,7 +140,8 @@ class _Call:
         """
         if self.bounds is None:
             return tuple(self.B * n for n in self.tiles(config))
-        return self.L // config.rows + self.N, self.S // config.columns + self.N
+        more = self.N + 2 if self.N > 0 else 0
+        return self.L // config.rows + more, self.S // config.columns + more
 
     def level(self, lse: Tensor) -> tuple[Tensor, Tensor | None]:
         """lse and log_sum for the kernels that compute weights again.
@@ -212,7 +214,7 @@ def attention_backward(
     delta, levels = call.empty(B, H, L), call.empty(B, H, L)
     # Windows alone decide by themselves which rows see nothing.
     masked = attn_mask is not None or key_padding_mask is not None
-    seen_rows = torch.empty((B, H, L), dtype=torch.uint8, device=call.device) if masked else None
+    seen_rows = mask_numbers(call.empty(B, H, L).bool(), call.dtype) if masked else None
     saved = {"lse": level, "log_sum": log_sum, "delta": delta, "levels": levels, "seen_rows": seen_rows}
 
     config = choose_config(GRAD_QUERY, call.device, call.dtype, call.width)
@@ -258,10 +260,6 @@ def _sum_mask_grad(call: _Call, attn_mask: Tensor, saved: dict[str, Tensor]) -> 
     sizes = tuple(n if own else 1 for n, own in zip(whole, split, strict=True))
     shared = tuple(1 if own else n for n, own in zip(whole, split, strict=True))
     tiles, items = math.prod(sizes), math.prod(shared)
-    if items >= 2**31:
-        raise NotImplementedError(
-            f"the gradient of attn_mask adds up {items} tiles, at most 2**31 are supported"
-        )
     chunks = min(max(CHUNKS // max(tiles, 1), 1), max(items, 1))
     partial = call.empty(chunks, *call.mask_shape)
     call.launch(

@@ -172,10 +172,12 @@ def attend_kernel(
                 BLOCK_D, inside == 0,
             )  # fmt: skip
             dots = product(q, tl.trans(k), tl.full([BLOCK_Q, BLOCK_K], 0, ACCURATE), PRECISION, UPCAST)
-            score, _, _ = scores_of(
+            score, visible, _ = scores_of(
                 dots, b, h, i[:, None], c[None, :], 0, column, L, S, offset, left, right, None, None,
                 None, slope, scale, softcap, SOFTCAP, inside == 0,
             )  # fmt: skip
+            if inside == 0:
+                score = tl.where(visible, score, -float("inf"))
             weights, rescale, top, total = softmax_step(score, top, total)
             v = load_rows(value_cache, value_cache_stride, page, shared, at_row, row, value_channels,
                 present, DV, BLOCK_DV, inside == 0,

@@ -21,6 +21,7 @@ from fastattn.kernels._common import (
     block_of,
     check,
     launch,
+    mask_numbers,
     precision,
 )
 from fastattn.kernels._launch_tables import WALK, WALK_TF32, choose_config
@@ -117,9 +118,9 @@ class _Call:
         self.tile = choose_config(table, self.device, query.dtype, width)
         self.segments = self.cut(self.L)
         self.strided = {"query": query, "key": key, "value": value, "decay": decay}
+        padding = None if key_padding_mask is None else mask_numbers(key_padding_mask, query.dtype)
         self.arguments = {
-            "padding": None if key_padding_mask is None else key_padding_mask.view(torch.uint8),
-            "padding_stride": None if key_padding_mask is None else key_padding_mask.stride(),
+            "padding": padding, "padding_stride": None if padding is None else padding.stride(),
             "cu_seqlens": cu_seqlens, "den": None, "delta": None, "B": B, "H": H,
             "group": H // max(self.Hkv, 1), "L": L, "eps": float(eps), "scale": float(scale),
             "CAUSAL": causal, "MAP": feature_map, "D": D, "DV": self.DV, "LEAST": LEAST,
@@ -306,7 +307,7 @@ def _recur(
     tiles = max(-(-DV // COLUMNS), 1)
     # Every program of a head reads z: in place there must be one.
     each = tiles if in_place else 1
-    padding = None if key_padding_mask is None else key_padding_mask.view(torch.uint8)
+    padding = None if key_padding_mask is None else mask_numbers(key_padding_mask, query.dtype)
     tensors = {
         "query": query, "key": key, "value": value, "decay": decay, "padding": padding, "start_kv": start[0],
         "start_z": start[1], "out": out, "end_kv": end[0], "end_z": end[1],

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from operator_checks import NATIVE, fewer, require
+from operator_checks import NATIVE, fewer, require, running
 from varlen_attention_cases import (
     KEYS,
     OPTIONS,
@@ -317,6 +317,35 @@ def test_operator_refuses_what_would_read_outside():
     ):
         with pytest.raises(RuntimeError):
             forward(*wrong, B2, B2)
+
+
+def test_tokens_of_no_sequence_see_nothing():
+    """On a GPU nobody reads the bounds first: tokens in front of the first sequence and behind the last."""
+    first, last, total = 3, 70, 90
+    query, key, value, grad_out = (torch.randn(1, 2, total, 4) for _ in range(4))
+    alibi, sinks = torch.rand(2, 2), torch.randn(2)
+    bounds = torch.tensor([first, 40, last], dtype=torch.int32)
+
+    def run(query, key, value, grad_out, bounds):
+        options = (None, None, alibi, sinks, None, 1.0, 0.0, -1, 0, False, 0.0)
+        out, lse = torch.ops.fastattn.attention_forward(query, key, value, *options, bounds, bounds)
+        grads = torch.ops.fastattn.attention_backward(
+            grad_out, None, query, key, value, out, lse, *options, False, True, True, bounds, bounds
+        )
+        return [out, lse.unsqueeze(3), *grads[:3]], grads[4:]
+
+    with running("triton"):
+        rows, sums = run(query, key, value, grad_out, bounds)
+        inside = [t[:, :, first:last] for t in (query, key, value, grad_out)]
+        expected, expected_sums = run(*inside, bounds - first)
+    for found, wanted in zip(rows, expected, strict=True):
+        assert torch.allclose(found[:, :, first:last], wanted, atol=1e-5)
+    for found, wanted in zip(sums, expected_sums, strict=True):
+        assert torch.allclose(found, wanted, atol=1e-5)
+    rows[1] -= sinks[:, None, None]  # the lse of what sees nothing else
+    for found in rows:
+        for left_out in (found[:, :, :first], found[:, :, last:]):
+            assert torch.allclose(left_out, torch.zeros(()), atol=1e-6)
 
 
 def test_explain():
