@@ -1,5 +1,6 @@
-# The front door. Targets set up their environments by themselves: `make test`, `make test-newest`, `make demo`,
-# `make bench`, `make lint`, `make format`; `make gpu` runs with the PYTHON at hand, as it is.
+# The front door. Targets set up their environments by themselves: `make test`, `make test-newest`,
+# `make test-triton`, `make demo`, `make bench`, `make lint`, `make format`; `make gpu` runs with the PYTHON at hand,
+# as it is.
 #
 # TORCH is the torch requirement of .venv. The default is pinned, so that a run can be repeated and so that pip takes
 # a CPU-only wheel of this version where it has been given one; plain `torch` is the newest release, on Linux a CUDA
@@ -8,6 +9,8 @@ TORCH ?= torch==2.13.0
 # The torch that `pip install torch` brings, which the binary that was built with TORCH has to serve as well. Pinned,
 # too: a newer one is a change to this line, made when its tests pass.
 NEWEST ?= torch==2.14.1
+# The oldest Triton that the kernels have to compile under: that of torch 2.11.
+OLDEST_TRITON ?= triton==3.6.0
 PYTHON ?= python3
 # Test processes. Most of the time goes to single-threaded Python, so that two of them take hardly more than half.
 JOBS ?= 2
@@ -28,7 +31,7 @@ BIN := .venv/bin
 NEWEST_BIN := .venv-newest/bin
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*/*)
 
-.PHONY: demo test test-newest bench gpu lint format clean
+.PHONY: demo test test-newest test-triton bench gpu lint format clean
 
 test: .venv/installed
 	$(BIN)/python -m pytest tests -n $(JOBS) --dist worksteal
@@ -37,6 +40,10 @@ test: .venv/installed
 test-newest: .venv-newest/installed
 	cd .venv-newest && bin/python -m fastattn
 	$(NEWEST_BIN)/python -m pytest $(NEWEST_TESTS) -n $(JOBS) --dist worksteal
+
+# A GPU's machine brings the Triton of its torch, whose compiler takes less than the newest.
+test-triton: .venv/$(OLDEST_TRITON)
+	PYTHONPATH=$< $(BIN)/python -m fastattn.kernels --main --target cuda:90
 
 demo: .venv/installed
 	$(BIN)/python examples/train_language_model.py
@@ -76,6 +83,11 @@ format: .venv/lint
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
 	$(NEWEST_BIN)/python -m pip install "$(NEWEST)" "$$(echo build/wheel/*.whl)[test]"
 	$(NEWEST_BIN)/python -m pip install --no-deps --force-reinstall build/wheel/*.whl
+	touch $@
+
+.venv/$(OLDEST_TRITON): .venv/installed
+	rm -rf $@
+	$(BIN)/python -m pip install --no-deps --target $@ $(OLDEST_TRITON)
 	touch $@
 
 .venv-newest/torch-$(subst /,_,$(NEWEST)):

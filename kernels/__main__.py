@@ -112,6 +112,7 @@ HALF = (torch.bfloat16, torch.float16)
 MAIN = [
     Case(torch.float16, 64, "plain"),
     Case(torch.bfloat16, 128, "causal"),
+    Case(torch.float64, 64, "boolean mask"),
     Case(torch.float16, 128, "pages", "attention over a cache"),
     Case(torch.float32, 128, "weighted, divided rows", "aggregation"),
     Case(torch.bfloat16, 64, "gatv2", "graph attention"),
@@ -145,7 +146,7 @@ EVERYTHING = (
     + [
         Case(dtype, D, options, "attention over a cache")
         for dtype in (*HALF, torch.float32)
-        for D in (64, 128, 256)
+        for D in (64, 128, 256, 512)
         for options in ("contiguous", "pages", "small pages", "everything")
     ]
     + [
@@ -162,9 +163,10 @@ EVERYTHING = (
         Case(dtype, D, options, "linear attention")
         for dtype in (*HALF, torch.float32, torch.float64)
         for D in (16, 64, 128, 256, 512)
-        for options in ("causal", "everything", "not causal")
+        for options in ("causal", "everything", "not causal", "packed")
         if options == "causal" or (D in (64, 128) and dtype != torch.float64)
     ]
+    + [Case(torch.float64, 64, "everything", "linear attention")]
 )
 
 
@@ -295,11 +297,14 @@ def compile_linear_attention(case: Case) -> None:
     empty = lambda *shape, dtype=case.dtype: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
     B, H, L, D = 64 if case.options == "causal" else 1, 8, 4096, case.D
     query, key, value, out = (empty(B, L, H, D).transpose(1, 2) for _ in range(4))
-    den, decay, kv, z = empty(B, H, L, dtype=wide), None, None, None
+    den, decay, padding, bounds, kv, z = empty(B, H, L, dtype=wide), None, None, None, None, None
     full = case.options == "everything"
     if full:
         decay, kv, z = empty(B, H, L, dtype=wide), empty(B, H, D, D, dtype=wide), empty(B, H, D, dtype=wide)
-    tensors = (decay, None, None, kv, z)
+        padding = empty(B, L, dtype=torch.bool)
+    if case.options == "packed":
+        bounds = empty(10, dtype=torch.int32)
+    tensors = (decay, padding, bounds, kv, z)
     options = ("elu", case.options != "not causal", True, 1e-6, 1.0)
     linear_attention.linear_attention_forward(query, key, value, *tensors, *options, full)
     linear_attention.linear_attention_backward(
@@ -309,7 +314,10 @@ def compile_linear_attention(case: Case) -> None:
         first = slice(linear_attention.SHORT)
         few = [None if t is None else t[:, :, first] for t in (query, key, value, decay)]
         state = empty(B, H, D, D, dtype=wide), empty(B, H, D, dtype=wide)
-        linear_attention.linear_attention_forward(*few, None, None, *state, *options, True)
+        if bounds is not None:
+            state = empty(9, H, D, D, dtype=wide), empty(9, H, D, dtype=wide)
+        few_shown = None if padding is None else padding[:, first]
+        linear_attention.linear_attention_forward(*few, few_shown, bounds, *state, *options, True)
     if full:
         one = (query[:, :, 0], key[:, :, 0], value[:, :, 0], kv, z, decay[:, :, 0], "elu", *options[2:])
         linear_attention.linear_attention_step(*one)
