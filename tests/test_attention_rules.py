@@ -462,6 +462,15 @@ def test_mask_gradient_has_the_shape_and_dtype_of_the_mask(impl):
             assert mask.grad.shape == shape and mask.grad.dtype == mask_dtype
 
 
+@pytest.mark.parametrize("shape", ((1, 70), (70, 1), (1, 1)))
+def test_mask_gradient_where_several_tiles_share_a_number(impl, shape):
+    q, k = torch.randn(2, 1, 70, 8), torch.randn(2, 1, 70, 8)
+    mask = torch.randn(shape).requires_grad_()
+    masks = mask, mask.expand(70, 70).detach().clone().requires_grad_()
+    own, whole = (torch.autograd.grad(attend(q, k, k, m, impl=impl).square().sum(), m)[0] for m in masks)
+    assert torch.allclose(own, whole.sum_to_size(shape), rtol=1e-4, atol=1e-5)
+
+
 Q, K = torch.zeros(2, 4, 5, 8), torch.zeros(2, 4, 7, 8)
 
 
