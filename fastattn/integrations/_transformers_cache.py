@@ -4,6 +4,8 @@ import functools
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _get_tracing_state, _storage_Use_Count
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
@@ -23,55 +25,80 @@ class _GrowingLayer(DynamicLayer):
     def __init__(self, max_length: int = 0):
         super().__init__()
         self._max_length = max_length
-        self._rooms: list[Tensor | None] = [None, None]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        if torch.is_grad_enabled() or is_compiling():  # a backward needs what was held, unchanged
+        if _is_recorded():
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.keys = self._append(0, self.keys, key_states)
-        self.values = self._append(1, self.values, value_states)
+        self.keys = _append(self.keys, key_states, self._max_length)
+        self.values = _append(self.values, value_states, self._max_length)
         return self.keys, self.values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        if torch.is_grad_enabled() or is_compiling() or self.get_seq_length() == 0:
+        if _is_recorded() or self.get_seq_length() == 0:
             return super().reorder_cache(beam_idx)
-        self.keys = self._select(0, self.keys, beam_idx)
-        self.values = self._select(1, self.values, beam_idx)
+        self.keys = _select(self.keys, beam_idx, self._max_length)
+        self.values = _select(self.values, beam_idx, self._max_length)
 
-    def _append(self, which: int, held: Tensor, new: Tensor) -> Tensor:
-        B, H, more, D = new.shape
-        length = held.shape[2] if held.dim() == 4 else 0  # of nothing there are no dimensions yet
-        if length > 0 and (
-            held.shape != (B, H, length, D) or held.dtype != new.dtype or held.device != new.device
-        ):
-            return torch.cat([held, new], -2)  # refuses it, or promotes the dtype
-        room, end = self._rooms[which], length + more
-        if room is None or not (
-            room.shape == (B, H, max(end, room.shape[2]), D)
-            and room.dtype == new.dtype
-            and room.device == new.device
-            and (length == 0 or (held._base is room and held.storage_offset() == 0))
-            and not room.is_inference()  # of a copy, which could not always be written to
-        ):
-            room = self._make_room(which, new, B, end)
-            if length > 0:
-                room.narrow(2, 0, length).copy_(held)
-        room.narrow(2, length, more).copy_(new)
-        return room.narrow(2, 0, end)
 
-    def _select(self, which: int, held: Tensor, index: Tensor) -> Tensor:
-        index, length = index.to(held.device), held.shape[2]
-        room = self._make_room(which, held, len(index), length)
-        return torch.index_select(held, 0, index, out=room.narrow(2, 0, length))
+def _is_recorded() -> bool:
+    """Whether something follows the tensors, to which one that is written to is not one that is new."""
+    return (
+        torch.is_grad_enabled()
+        or is_compiling()
+        or _are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or _get_tracing_state() is not None
+    )
 
-    @torch.inference_mode(False)
-    def _make_room(self, which: int, like: Tensor, batch_size: int, length: int) -> Tensor:
-        _, H, _, D = like.shape
-        room = like.new_empty(batch_size, H, max(self._max_length, length + length // 2), D)
-        self._rooms[which] = room
-        return room
+
+def _append(held: Tensor, new: Tensor, max_length: int) -> Tensor:
+    if new.dim() != 4 or new.dtype != held.dtype or new.device != held.device:
+        return torch.cat([held, new], -2)  # promotes the dtype, or refuses it
+    B, H, more, D = new.shape
+    length = held.shape[2] if held.dim() == 4 else 0
+    if held.shape != (
+        (B, H, length, D) if held.dim() == 4 else (0,)
+    ):  # of nothing yet there are no dimensions
+        return torch.cat([held, new], -2)
+    room, end = held._base, length + more
+    if room is None or not _goes_on(room, held, length, end):
+        room = _make_room(new, B, end, max_length)
+        if length > 0:
+            room.narrow(2, 0, length).copy_(held)
+    # Nobody else can see the places that are written to: for a backward, too, what was returned is unchanged.
+    room.data.narrow(2, length, more).copy_(new)
+    room.taken = end
+    return room.narrow(2, 0, end)
+
+
+def _goes_on(room: Tensor, held: Tensor, length: int, end: int) -> bool:
+    """Whether these are the first tokens in a room for ``end``, and nobody sees what follows them there."""
+    taken = getattr(room, "taken", None)
+    if taken is None or room.dtype != held.dtype or held.stride() != room.stride() or held.storage_offset():
+        return False
+    B, H, places, D = room.shape
+    return (
+        end <= places
+        and held.shape == (B, H, length, D)
+        # Tokens that were cropped may still be somebody's. A storage alone has three uses: by the room, by
+        # what is held, and by the object through which it is asked.
+        and (taken == length or _storage_Use_Count(room.untyped_storage()._cdata) <= 3)
+    )
+
+
+def _select(held: Tensor, index: Tensor, max_length: int) -> Tensor:
+    index, length = index.to(held.device), held.shape[2]
+    room = _make_room(held, len(index), length, max_length)
+    room.taken = length
+    return torch.index_select(held, 0, index, out=room.narrow(2, 0, length))
+
+
+@torch.inference_mode(False)  # of what is made within, not everything could be written to outside
+def _make_room(like: Tensor, batch_size: int, length: int, max_length: int) -> Tensor:
+    _, H, _, D = like.shape
+    return like.new_empty(batch_size, H, max(max_length, length + length // 2), D)
 
 
 class GrowingCache(DynamicCache):
@@ -82,9 +109,8 @@ class GrowingCache(DynamicCache):
     and what else can be done with a ``DynamicCache`` work as there, with any ``attn_implementation``, and
     give the same numbers. Memory is that of the tokens and at most half as much for those to come.
 
-    Where gradients are recorded, and in compiled code, it is a ``DynamicCache``. Elsewhere tensors that it
-    has returned are views of what it holds: tokens that come after a crop replace those that were cropped in
-    them, too.
+    Tensors that it has returned do not change when it is written to. Where gradients are recorded, and in
+    compiled or traced code, it is a ``DynamicCache``.
 
     Args:
         config: the model's, as for ``DynamicCache``. None: all layers attend to everything.
