@@ -105,6 +105,7 @@ def variants(source, isas):
 
 def plan(isas, introspection):
     """The text of build.ninja."""
+    light = LIGHT if accepts(f"{FLAGS} {LIGHT}") else ""  # GCC's names
     lines = [f"builddir = {BUILD}", "rule compile", "  depfile = $out.d", "  deps = gcc"]
     lines += [f"  command = {CXX} -MMD -MF $out.d {FLAGS} $flags -c $in -o $out"]
     lines += ["rule link", f"  command = {CXX} -shared $in -o $out $flags"]
@@ -115,8 +116,8 @@ def plan(isas, introspection):
 
     def compile_all(folder, sources, flags=""):
         def compile_one(source):
-            light = LIGHT if folder in LIGHTER.get(source.stem, ()) else ""
-            return edge("compile", f"{folder}/{source.stem}.o", [source], f"{flags} {light}")
+            options = f"{flags} {light}" if folder in LIGHTER.get(source.stem, ()) else flags
+            return edge("compile", f"{folder}/{source.stem}.o", [source], options)
 
         return [compile_one(source) for source in sources]
 

@@ -251,7 +251,7 @@ def fake_compiler(tmp_path):
 
 def test_build_leaves_out_what_the_compiler_cannot_and_says_so(tmp_path, fake_compiler):
     source = copy_sources(tmp_path / "source")
-    compiler, log = fake_compiler("-mamx-bf16", "-mavx512f")
+    compiler, log = fake_compiler("-mamx-bf16", "-mavx512f", "-fvect-cost-model=dynamic")
     done = build(source, compiler)
     assert done.returncode == 0, done.stdout + done.stderr
     [summary] = [line for line in done.stdout.splitlines() if line.startswith("fastattn: ")]
@@ -262,6 +262,8 @@ def test_build_leaves_out_what_the_compiler_cannot_and_says_so(tmp_path, fake_co
         [link] = [line for line in log.read_text().splitlines() if "_cpu.so" in line]
         assert link.index("baseline/attention.o") < link.index("avx2/attention.o") < link.index("once/isa.o")
     assert (source / "fastattn" / "_cpu.so").exists()
+    compiled = [line for line in log.read_text().splitlines() if "-c csrc" in line]
+    assert compiled and not any("-fvect-cost-model" in line for line in compiled)
 
     log.unlink()
     assert build(source, compiler).returncode == 0
@@ -270,6 +272,15 @@ def test_build_leaves_out_what_the_compiler_cannot_and_says_so(tmp_path, fake_co
     done = build(source, tmp_path / "nowhere")
     assert done.returncode == 0 and "no C++ compiler" in done.stdout
     assert not list((source / "fastattn").glob("*.so")), "a library of another build was left behind"
+
+
+@pytest.mark.skipif(not shutil.which("clang++"), reason="clang++ is not installed")
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "csrc" / "cpu").glob("*.cpp")))
+def test_clang_takes_the_sources(name):
+    options = ["-std=c++20", "-fsyntax-only", "-w", "-DFASTATTN_ISA=baseline", "-Icsrc/cpu", "-Ibuild/native"]
+    command = ["clang++", *options, f"csrc/cpu/{name}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_build_refuses_cuda_without_sources_and_unknown_values(tmp_path, fake_compiler):

@@ -20,6 +20,8 @@ struct Variant {
   const char* isa;
   const Kernels& kernels;
 };
+template <class Kernels>
+Variant(const char*, const Kernels&) -> Variant<Kernels>;  // older clang does not see it by itself
 
 template <class Kernels, class... Arguments>
 Kernels kernels_of(const Kernels& (*)(Arguments...));  // only its type

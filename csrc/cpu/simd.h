@@ -370,10 +370,8 @@ FASTATTN_INLINE Vec<uint32_t> bf16_bits(
   return (x != x) ? Vec<uint32_t>{} + 0x7fc0u : rounded;
 }
 
-template <class T>
-FASTATTN_INLINE void round_store(T* p, Vec<T> v) {
-  store(p, v);
-}
+FASTATTN_INLINE void round_store(float* p, Vec<float> v) { store(p, v); }
+FASTATTN_INLINE void round_store(double* p, Vec<double> v) { store(p, v); }
 typedef uint16_t Half16 __attribute__((vector_size(kVectorBytes / 2)));
 FASTATTN_INLINE void round_store(bf16* p, Vec<float> v) {
 #if defined(__AVX512BF16__)
