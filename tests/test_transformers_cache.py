@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastattn.integrations.transformers as integration
 
@@ -214,6 +215,20 @@ def test_tokens_of_a_transform_follow_those_of_before():
 
 
 @torch.no_grad()
+def test_a_traced_step_does_not_write_to_the_cache():
+    cache = integration.GrowingCache(max_length=40)
+    before = append((cache,), 1, 4)[0]
+
+    def step(keys, values):
+        return copy.copy(cache.layers[0]).update(keys, values)
+
+    graph = make_fx(step)(*tokens(1, 1))
+    first = graph(*tokens(1, 1, seed=1))[0]
+    graph(*tokens(1, 1, seed=2))
+    assert torch.equal(first, torch.cat([before, tokens(1, 1, seed=1)[0]], 2))
+
+
+@torch.no_grad()
 def test_other_tokens_are_as_in_a_dynamic_cache():
     caches = integration.GrowingCache(), transformers.DynamicCache()
     append(caches, 1, 4, dtype=torch.bfloat16)
@@ -246,6 +261,11 @@ def test_layers_with_a_window_are_those_of_transformers():
 def test_a_length_that_is_none_is_refused(max_length, error):
     with pytest.raises(error, match="max_length"):
         integration.GrowingCache(max_length=max_length)
+
+
+def test_a_length_in_place_of_the_configuration_is_refused():
+    with pytest.raises(TypeError, match="config must be .* got int"):
+        integration.GrowingCache(512)
 
 
 def test_the_module_has_no_other_names():

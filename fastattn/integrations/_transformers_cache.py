@@ -4,7 +4,12 @@ import functools
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _get_tracing_state, _storage_Use_Count
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+    _storage_Use_Count,
+)
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from transformers import DynamicCache, PreTrainedConfig
@@ -49,6 +54,7 @@ def _is_recorded() -> bool:
         or is_compiling()
         or _are_functorch_transforms_active()
         or forward_ad._current_level >= 0
+        or _len_torch_dispatch_stack() > 0
         or _get_tracing_state() is not None
     )
 
@@ -117,7 +123,8 @@ class GrowingCache(DynamicCache):
         max_length: tokens that each sequence gets room for at once; the cache may still grow beyond them.
 
     Raises:
-        ImportError: transformers is missing. ValueError: max_length is negative. TypeError: it is no integer.
+        ImportError: transformers is missing. ValueError: max_length is negative. TypeError: it is no integer,
+        or config is no configuration.
 
     Example:
         >>> cache = integration.GrowingCache(model.config, max_length=len(prompt[0]) + 256)
@@ -125,6 +132,8 @@ class GrowingCache(DynamicCache):
     """
 
     def __init__(self, config: PreTrainedConfig | None = None, max_length: int = 0):
+        if config is not None and not isinstance(config, PreTrainedConfig):
+            raise TypeError(f"config must be a model's configuration or None, got {type(config).__name__}")
         max_length = integer("max_length", max_length)
         super().__init__(config=config)
         layer = functools.partial(_GrowingLayer, max_length)
