@@ -175,14 +175,16 @@ def test_state_from_steps_is_that_of_the_sequence():
 
 
 def test_errors_name_what_was_found():
-    with pytest.raises(ValueError, match="head_dim must be positive, got 0"):
+    with pytest.raises(ValueError, match="head_dim must be an integer of at least 1, got 0"):
         FavorFeatures(0)
-    with pytest.raises(ValueError, match="num_features must be positive, got -3"):
+    with pytest.raises(ValueError, match="num_features must be an integer of at least 1, got -3"):
         FavorFeatures(8, -3)
     with pytest.raises(ValueError, match=r"expects inputs \(\.\.\., 8\), got \(2, 7\)"):
         FavorFeatures(8)(torch.zeros(2, 7))
     for args, found in (
         ((2.5,), "head_dim must be an integer, got 2.5"),
+        ((True,), "head_dim must be an integer, got True"),
+        ((4, True), "num_features must be an integer, got True"),
         ((8, "x"), "num_features .* got 'x'"),
     ):
         with pytest.raises(TypeError, match=found):

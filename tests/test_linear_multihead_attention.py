@@ -234,6 +234,9 @@ def test_refusals_name_the_argument():
             LinearMultiheadAttention(8, 4, num_kv_heads=heads)
     with pytest.raises(TypeError, match=r"num_kv_heads must be an integer, got 2\.0"):
         LinearMultiheadAttention(8, 4, num_kv_heads=2.0)
+    with pytest.raises(TypeError, match="num_kv_heads must be an integer, got True"):
+        LinearMultiheadAttention(8, 4, num_kv_heads=True)
+    assert LinearMultiheadAttention(8, 4, num_kv_heads=torch.tensor(2)).num_kv_heads == 2
     with pytest.raises(TypeError, match="normalize must be a bool, got 'no'"):
         LinearMultiheadAttention(8, 4, normalize="no")
     with pytest.raises(TypeError, match="eps must be a number, got 'x'"):

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from fastattn.ops._common import integer
 from fastattn.reference._common import without_autocast
 
 # The largest exponent of a feature. A sum over a million tokens of products of two features stays finite in
@@ -76,12 +77,8 @@ class FavorFeatures(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        num_features = 4 * head_dim if num_features is None else num_features
-        for name, size in (("head_dim", head_dim), ("num_features", num_features)):
-            if not isinstance(size, int):
-                raise TypeError(f"{name} must be an integer, got {size!r}")
-            if size <= 0:
-                raise ValueError(f"{name} must be positive, got {size}")
+        head_dim = integer("head_dim", head_dim, 1)
+        num_features = 4 * head_dim if num_features is None else integer("num_features", num_features, 1)
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating point dtype, got {dtype}")
         self.head_dim = head_dim

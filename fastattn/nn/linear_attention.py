@@ -14,7 +14,7 @@ from fastattn.nn.multihead_attention import (
     _may_read,
     _split_causal,
 )
-from fastattn.ops._common import check_flags, number, wide_dtype
+from fastattn.ops._common import check_flags, integer, number, wide_dtype
 from fastattn.ops.linear_attention import LinearAttentionState, linear_attention, linear_attention_step
 
 FeatureMap = str | Callable[[Tensor], Tensor]
@@ -114,9 +114,9 @@ class LinearMultiheadAttention(MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, bias=bias, kdim=kdim, vdim=vdim, batch_first=batch_first, **factory
         )
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_kv_heads is not None and not isinstance(num_kv_heads, int):
-            raise TypeError(f"num_kv_heads must be an integer, got {num_kv_heads!r}")
+        self.num_kv_heads = (
+            num_heads if num_kv_heads is None else integer("num_kv_heads", num_kv_heads, -math.inf)
+        )
         if self.num_kv_heads <= 0 or num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {num_kv_heads}")
         if self.num_kv_heads != num_heads:
