@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as imported_before
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -113,7 +114,7 @@ def test_what_fastattn_has_no_kernel_for_goes_to_torch(calls, monkeypatch):
         torch.func.functionalize(lambda q: F.scaled_dot_product_attention(q, key, value))(query)
         F.scaled_dot_product_attention(query[0], key[0], value[0])
         F.scaled_dot_product_attention(*(t.to("meta") for t in (query, key, value)))
-        F.scaled_dot_product_attention(query, key, value, nn.attention.bias.causal_lower_right(7, 7))
+        F.scaled_dot_product_attention(query, key, value, causal_lower_right(7, 7))
         with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
             torch.func.jvp(lambda q: F.scaled_dot_product_attention(q, key, value), (query,), (query,))
         torch.jit.trace(lambda q: F.scaled_dot_product_attention(q, key, value), query, check_trace=False)
