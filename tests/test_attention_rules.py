@@ -21,7 +21,7 @@ from attention_cases import (
     thin,
 )
 from operator_checks import NATIVE, assert_same, fewer, require
-from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.attention.bias import CausalBias, CausalVariant, causal_lower_right, causal_upper_left
 
 import fastattn
 from fastattn.ops.attention import attention_with_weights
@@ -438,6 +438,15 @@ def test_causal_masks_of_torch(impl):
                     )
         with pytest.raises(RuntimeError, match="attn_mask is a causal bias of"):
             attend(q, k, k, causal_upper_left(L, S + 1), impl=impl)
+
+
+def test_causal_masks_of_a_subclass(impl):
+    class Own(CausalBias):
+        pass
+
+    q = torch.randn(2, 2, 5, 8)
+    expected = attend(q, q, q, is_causal=True, impl=impl)
+    torch.testing.assert_close(attend(q, q, q, Own(CausalVariant.UPPER_LEFT, 5, 5), impl=impl), expected)
 
 
 def test_numbers_of_other_types(impl):

@@ -103,7 +103,8 @@ def check_options(dropout_p, window_size, softcap, causal_alignment) -> None:
 
 def _is_causal_bias(mask) -> bool:
     # Known by its name: the module of the class imports torch._dynamo, which takes as long as torch itself.
-    return mask is not None and type(mask).__module__ == "torch.nn.attention.bias"
+    kinds = () if mask is None or type(mask) is Tensor else type(mask).__mro__
+    return any(kind.__module__ == "torch.nn.attention.bias" for kind in kinds)
 
 
 def _of_causal_bias(bias: Tensor, L: int, S: int, is_causal: bool, alignment: str, anchored: bool):
