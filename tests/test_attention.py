@@ -201,6 +201,9 @@ def test_minimum_of_the_dtype_is_visible(impl):
         torch.testing.assert_close(results["out"].double(), want.expand(1, 1, 3, 8), rtol=0, atol=4 * eps)
         lse = results["lse"].double()
         assert torch.allclose(lse, torch.tensor(torch.finfo(dtype).min, dtype=torch.float64), rtol=4 * eps)
+        grad = results["grad_value"].double()
+        want = case.grad_out.double().sum(2, keepdim=True) / 40
+        torch.testing.assert_close(grad, want.expand(1, 1, 40, 8), rtol=0, atol=eps)
 
 
 @st.composite

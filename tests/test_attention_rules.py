@@ -582,12 +582,16 @@ def test_plain_calls_equal_torch():
 @choices((torch.float64, torch.float32, torch.bfloat16), (torch.bfloat16,))
 @pytest.mark.parametrize("options", (
     {}, {"is_causal": True}, {"mask": "float", "mask_shape": "ls", "padding": True, "scale": 0.7},
-    {"mask": "bool", "dropout_p": 0.3}, {"dropout_p": 1.0},
+    {"mask": "bool", "dropout_p": 0.3}, {"dropout_p": 1.0}, {
+        "H": 4, "Hkv": 2, "window_size": (9, 2), "causal_alignment": "lower_right", "softcap": 1.5,
+        "sinks": True,
+    },
 ), ids=str)  # fmt: skip
 def test_weights(impl, options, dtype):
     B = fewer(impl, 2, 1)
     case = make_case(**({"B": B, "H": 3, "L": 18, "S": 37, "D": 8, "dtype": dtype} | options))
-    arguments = {"attn_mask": case.attn_mask, "key_padding_mask": case.key_padding_mask} | case.options
+    arguments = {name: getattr(case, name) for name in ("attn_mask", "key_padding_mask", "sinks")}
+    arguments |= case.options | {"enable_gqa": "Hkv" in options}
     expected, _ = exact(case)
     tolerance = {"rtol": 4 * torch.finfo(dtype).eps ** 0.9, "atol": 4 * torch.finfo(dtype).eps}
     for average in (True, False):
