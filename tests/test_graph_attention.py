@@ -221,6 +221,16 @@ def test_edge_softmax(impl, dtype):
     operator_checks.compare("grad", grad, exact, size, torch.as_tensor(exact).to(dtype), dtype)
 
 
+def test_edge_softmax_of_hidden_edges(impl):
+    """What comes back for their weights never matters."""
+    case = make_case("gat_attention", E=60, H=3, hidden=0.3)
+    score = case.tensors["alpha_edge"].requires_grad_()
+    weights, hidden = fastattn.edge_softmax(score, case.graph, impl=impl), score == -torch.inf
+    incoming = (case.grad_attention.masked_fill(hidden, bad) for bad in (0.0, torch.nan))
+    expected, grad = (torch.autograd.grad(weights, score, g, retain_graph=True)[0] for g in incoming)
+    assert torch.equal(grad, expected) and (grad[hidden] == 0).all() and hidden.any()
+
+
 def test_edge_softmax_of_any_shape(impl):
     case = make_case("gat_attention", E=30)
     score = torch.randn(30, 2, 3, 2, dtype=torch.float64)

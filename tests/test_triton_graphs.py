@@ -68,6 +68,20 @@ def test_ties_and_nan_in_divided_rows():
             assert torch.equal(grad, expected)
 
 
+@pytest.mark.parametrize("reduce", ("sym", "max"))
+def test_derivatives_of_second_order(reduce):
+    """Nothing else selects by the rows of a sum."""
+    case = aggregation_cases.make_case(7, E=20, F=3, reduce=reduce, dtype=torch.float64, weighted=True)
+    weight = case.edge_weight.abs() + 0.5  # degrees that have a root
+    found = []
+    for impl in ("triton", "reference"):
+        leaves = [t.clone().requires_grad_() for t in (case.x, weight)]
+        value = fastattn.aggregate(leaves[0], case.graph(), reduce, edge_weight=leaves[1], impl=impl)
+        grads = torch.autograd.grad(value.sin().sum(), leaves, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.sin().sum() for g in grads), leaves))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("reverse", (False, True))
 @pytest.mark.parametrize("form", graph_attention_cases.FORMS)
 def test_attention_of_divided_rows(form, reverse):
