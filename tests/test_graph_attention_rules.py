@@ -1,6 +1,7 @@
 """What holds for attention on graphs whatever the numbers: empty rows, isolation, transforms, errors."""
 
 import copy
+import dataclasses
 
 import graph_attention_cases as cases
 import graph_attention_oracle as oracle
@@ -110,6 +111,20 @@ def test_terms_of_minus_infinity_hide_nodes(impl):
         results = call(case, impl)
         assert finite(results) and not results["out"][3].any() and not results["grad_x"][2].any()
         assert not results["attention"][case.edge_index[0] == 2].any()
+
+
+def test_scores_of_minus_infinity_hide_edges_of_gatv2(impl):
+    """There is no other way to hide one; what such a source would add is not even zero times infinity."""
+    case = make_case("gatv2_attention", edge_terms=False)
+    case.tensors["att"] = -case.tensors["att"].abs()
+    hidden = case.edge_index[0] == case.edge_index[0, 0]
+    case.tensors["x_src"][case.edge_index[0, 0], :, 0] = torch.inf
+    results = call(case, impl)
+    assert not results["attention"][hidden].any()
+    seen = {"edge_index": case.edge_index[:, ~hidden], "grad_attention": case.grad_attention[~hidden]}
+    without = call(dataclasses.replace(case, **seen, graph=None), impl)
+    for name in ("out", "grad_x_src", "grad_x_dst", "grad_att"):
+        torch.testing.assert_close(results[name], without[name], msg=name)
 
 
 @pytest.mark.parametrize("form", FORMS)
