@@ -50,7 +50,7 @@ WITHOUT = {
 FLAGS = "-O3 -DNDEBUG" if os.environ.get("DEBUG", "0") in ("", "0") else "-Og -g"
 FLAGS += " -std=c++20 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math"
 FLAGS += f" -Wall -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized -Icsrc/cpu -I{BUILD}"
-# What -O3 does beyond this makes these no faster and takes half of the time to compile them.
+# What -O3 does beyond this makes these hardly faster and takes up to half of the time to compile them.
 LIGHT = "-O2 -fpeel-loops -fvect-cost-model=dynamic" if "-O3" in FLAGS else ""
 LIGHTER = {
     "attention": ("baseline", "avx2", "avx512"),

@@ -301,3 +301,17 @@ def test_other_instruction_sets(other_isa, run_python):
     run_python(
         "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", chosen, *files, FASTATTN_CPU_ISA=other_isa
     )
+
+
+FLOAT16 = """
+import torch, fastattn
+half = torch.arange(65536).to(torch.int32).to(torch.int16).view(torch.float16)
+x = torch.stack([half, half[torch.randperm(65536, generator=torch.Generator().manual_seed(0))]])
+out = fastattn.aggregate(x, fastattn.Graph(torch.tensor([[0, 1], [0, 0]]), 2), impl="cpu")[0]
+torch.testing.assert_close(out, x.float().sum(0).half(), rtol=0, atol=0, equal_nan=True)
+"""
+
+
+def test_every_float16_is_read_and_rounded_exactly(isa, run_python):
+    require_kernels("cpu")
+    run_python("-c", FLOAT16, FASTATTN_CPU_ISA=isa)
