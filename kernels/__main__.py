@@ -199,7 +199,7 @@ def compile_attention(case: Case) -> None:
         out, None, query, key, value, out, lse, *biases, sinks, seed, *options, *grads, *packed
     )
     if case.options not in ("plain", "packed"):
-        attention.attention_weights(query, key, lse, *biases, seed, *options, True)
+        attention.attention_weights(query, key, lse, *biases, sinks, seed, *options, True)
 
 
 def compile_kv_cache(case: Case) -> None:

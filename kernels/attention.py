@@ -21,7 +21,9 @@ from torch import Tensor
 
 from fastattn._choose import TRITON_HEAD_DIM
 
-__all__ = ["attention_backward", "attention_forward", "attention_weights"]
+__all__ = [
+    "attention_backward", "attention_forward", "attention_forward_with_weights", "attention_weights",
+]  # fmt: skip
 
 # What inner loops read, the rows of a block and its channels.
 KEYS = (("key", "BLOCK_K", "BLOCK_D"), ("value", "BLOCK_K", "BLOCK_DV"))
@@ -274,10 +276,10 @@ def _sum_mask_grad(call: _Call, attn_mask: Tensor, saved: dict[str, Tensor]) -> 
 
 def attention_weights(
     query: Tensor, key: Tensor, lse: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None,
-    alibi_slopes: Tensor | None, dropout_seed: Tensor | None, *args,
+    alibi_slopes: Tensor | None, sinks: Tensor | None, dropout_seed: Tensor | None, *args,
 ) -> Tensor:  # fmt: skip
     *options, average_heads = args
-    call = _Call(query, key, None, attn_mask, key_padding_mask, alibi_slopes, None, dropout_seed, *options)
+    call = _Call(query, key, None, attn_mask, key_padding_mask, alibi_slopes, sinks, dropout_seed, *options)
     level, log_sum = call.level(lse)
     shape = (call.B, call.L, call.S) if average_heads else (call.B, call.H, call.L, call.S)
     weights = query.new_empty(shape)
@@ -286,3 +288,10 @@ def attention_weights(
         weights=weights, lse=level, log_sum=log_sum, AVERAGE=average_heads,
     )  # fmt: skip
     return weights
+
+
+def attention_forward_with_weights(
+    query: Tensor, key: Tensor, value: Tensor, *args
+) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse = attention_forward(query, key, value, *args[:-1])
+    return out, lse, attention_weights(query, key, lse, *args)

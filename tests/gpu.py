@@ -48,7 +48,8 @@ STAGES = {
     "attention float32": tests("tests/test_attention.py", "-k", "triton and options and float32"),
     "attention bfloat16": tests("tests/test_attention.py", "-k", "triton and options and bfloat16"),
     "attention": tests(
-        "tests/test_attention.py", "tests/test_attention_rules.py", "-k", "triton and not test_options"
+        "tests/test_attention.py", "tests/test_attention_rules.py", "tests/test_attention_weights.py",
+        "-k", "triton and not test_options",
     ),
     "varlen attention": tests(
         "tests/test_varlen_attention.py", "tests/test_varlen_attention_torch.py", "-k", "triton"

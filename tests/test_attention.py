@@ -499,12 +499,12 @@ def test_oracle_gradient_is_the_derivative_of_its_value():
 
 
 def test_other_instruction_sets(other_isa, run_python):
-    """The compact tests of this file and of the rules, once more under each of the other instruction sets."""
+    """Compact tests of attention, once more under each of the other instruction sets."""
     require("cpu")
     compact = ["options", "sizes", "head_dims", "value_dims", "precision", "minimum", "weights"]
     compact += ["isolation", "boolean", "a_scale"]
     chosen = f"({' or '.join('test_' + name for name in compact)}) and cpu"
-    files = [Path(__file__).with_name(name) for name in ("test_attention.py", "test_attention_rules.py")]
+    files = [Path(__file__).with_name(f"test_attention{part}.py") for part in ("", "_rules", "_weights")]
     run_python(
         "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", chosen, *files, FASTATTN_CPU_ISA=other_isa
     )

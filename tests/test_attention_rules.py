@@ -1,4 +1,4 @@
-"""The rules of attention: empty, hidden and NaN; dropout; arguments and shapes; weights; the choice."""
+"""The rules of attention: empty, hidden and NaN; dropout; arguments and shapes; the choice."""
 
 import math
 
@@ -14,9 +14,7 @@ from attention_cases import (
     INPUTS,
     call,
     check,
-    choices,
     dropout_seed,
-    exact,
     make_case,
     thin,
 )
@@ -24,7 +22,6 @@ from operator_checks import NATIVE, assert_same, fewer, require
 from torch.nn.attention.bias import CausalBias, CausalVariant, causal_lower_right, causal_upper_left
 
 import fastattn
-from fastattn.ops.attention import attention_with_weights
 
 impl, poisoned = attention_cases.impl, operator_checks.poisoned
 
@@ -576,35 +573,6 @@ def test_plain_calls_equal_torch():
     assert attend(q[:, :, :, :0], k[:, :, :, :0], v).shape == (2, 3, 5, 8)
 
 
-# Weights
-
-
-@choices((torch.float64, torch.float32, torch.bfloat16), (torch.bfloat16,))
-@pytest.mark.parametrize("options", (
-    {}, {"is_causal": True}, {"mask": "float", "mask_shape": "ls", "padding": True, "scale": 0.7},
-    {"mask": "bool", "dropout_p": 0.3}, {"dropout_p": 1.0}, {
-        "H": 4, "Hkv": 2, "window_size": (9, 2), "causal_alignment": "lower_right", "softcap": 1.5,
-        "sinks": True,
-    },
-), ids=str)  # fmt: skip
-def test_weights(impl, options, dtype):
-    B = fewer(impl, 2, 1)
-    case = make_case(**({"B": B, "H": 3, "L": 18, "S": 37, "D": 8, "dtype": dtype} | options))
-    arguments = {name: getattr(case, name) for name in ("attn_mask", "key_padding_mask", "sinks")}
-    arguments |= case.options | {"enable_gqa": "Hkv" in options}
-    expected, _ = exact(case)
-    tolerance = {"rtol": 4 * torch.finfo(dtype).eps ** 0.9, "atol": 4 * torch.finfo(dtype).eps}
-    for average in (True, False):
-        torch.manual_seed(case.seed)
-        out, weights = attention_with_weights(
-            case.query, case.key, case.value, **arguments, average_weights=average, impl=impl
-        )
-        assert torch.equal(out, call(case, impl, only=())["out"])
-        want = torch.from_numpy(expected["weights"].mean(1) if average else expected["weights"])
-        assert weights.dtype == dtype
-        torch.testing.assert_close(weights.double(), want, **tolerance)
-
-
 def test_rows_that_a_tile_lacks_do_not_reach_the_gradient_of_a_mask(impl):
     """Scratch memory that holds NaN from the call before, where the tile of this one has no rows."""
     threads = torch.get_num_threads()
@@ -621,55 +589,6 @@ def test_rows_that_a_tile_lacks_do_not_reach_the_gradient_of_a_mask(impl):
         assert grad.isfinite().all() and grad.abs().max() > 0
     finally:
         torch.set_num_threads(threads)
-
-
-def test_weights_have_gradients(impl):
-    for average in (True,) if impl == "triton" else (True, False):  # a case takes the interpreter 9 s
-        choices = ({"mask": "float", "padding": True, "dropout_p": 0.3}, {"is_causal": True})
-        for options in thin(impl, choices):
-            case = make_case(1, 2, L=4, S=5, D=3, **options)
-            inputs = {n: t.nan_to_num(neginf=-1.0).requires_grad_() for n, t in case.tensors().items()}
-
-            def weigh(*tensors, case=case, names=tuple(inputs), average=average):
-                torch.manual_seed(0)
-                return attention_with_weights(
-                    **dict(zip(names, tensors, strict=True)), key_padding_mask=case.key_padding_mask,
-                    average_weights=average, impl=impl, **case.options,
-                )  # fmt: skip
-
-            assert torch.autograd.gradcheck(weigh, tuple(inputs.values()), fast_mode=True)
-            if impl != "triton":  # those come from the reference
-                assert torch.autograd.gradgradcheck(weigh, tuple(inputs.values()), fast_mode=True)
-
-
-def test_weights_hold_no_square_per_head(impl):
-    """Averaged weights of many heads: nothing as large as all heads' weights is allocated (kernel only)."""
-    if impl == "cpu":
-        q, k = torch.randn(1, 64, 128, 8, requires_grad=True), torch.randn(1, 64, 128, 8)
-        sizes = []
-
-        class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-            def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-                result = op(*args, **(kwargs or {}))
-                sizes.extend(
-                    t.numel() for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)
-                )
-                return result
-
-        with Watch():
-            out, _ = attention_with_weights(q, k, k, dropout_p=0.1)
-            out.sum().backward()
-        assert max(sizes) < 64 * 128 * 128
-
-
-@pytest.mark.parametrize("shape", ((9, 8), (4, 9, 8), (3, 2, 4, 9, 8)))
-def test_weights_in_the_leading_dimensions_of_the_caller(impl, shape):
-    x = torch.randn(shape)
-    batch = shape[:-3]
-    for average, expected in ((True, (*batch, 9, 9)), (False, (*shape[:-2], 9, 9))):
-        out, weights = attention_with_weights(x, x, x, average_weights=average, impl=impl)
-        assert out.shape == shape and weights.shape == expected
-        torch.testing.assert_close(weights.sum(-1), torch.ones(expected[:-1]))
 
 
 # The choice

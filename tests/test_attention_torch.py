@@ -388,8 +388,10 @@ def test_opcheck(layout, gradients):
             ops.attention_backward,
             (grad_out, grad_lse, query, key, value, out, lse, *biases, sinks, seed, *more, *[True] * 3),
         ),
-        (ops.attention_weights, (query, key, given_lse, *[None] * 4, *options, True)),
-        (ops.attention_weights, (query, key, given_lse, *biases, seed, *more, False)),
+        (ops.attention_weights, (query, key, given_lse, *[None] * 5, *options, True)),
+        (ops.attention_weights, (query, key, given_lse, *biases, sinks, seed, *more, False)),
+        (ops.attention_forward_with_weights, (query, key, value, *[None] * 5, *options, True)),
+        (ops.attention_forward_with_weights, (query, key, value, *biases, sinks, seed, *more, False)),
     )
     # The second order is the reference's, which takes many seconds to trace; it is checked by its values.
     untraced = ("test_schema", "test_autograd_registration", "test_faketensor")

@@ -139,6 +139,18 @@ Tensor fill_lse(AttentionParams& p, const Tensor& lse) {
   return held;
 }
 
+// out and lse, which p then is about.
+std::tuple<Tensor, Tensor> allocate_outputs(AttentionParams& p) {
+  // (B, L, H, Dv) in memory: joining the heads afterwards is then a view.
+  const int64_t row = std::max<int64_t>(p.Dv, 1), token = std::max<int64_t>(p.H, 1) * row;
+  const int64_t stride[] = {std::max<int64_t>(p.L, 1) * token, row, token, 1};
+  Tensor out = allocate(p.query.dtype, {batch(p), p.H, p.L, p.Dv}, stride);
+  Tensor lse = allocate_contiguous(lse_dtype(p), {batch(p), p.H, p.L});
+  p.out = written(p, out);
+  p.lse = written(p, lse);
+  return {out, lse};
+}
+
 std::tuple<Tensor, Tensor> attention_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& attn_mask,
     const MaybeTensor& key_padding_mask, const MaybeTensor& alibi_slopes, const MaybeTensor& sinks,
@@ -153,13 +165,7 @@ std::tuple<Tensor, Tensor> attention_forward(
   fill_value(p, {"value", value});
   fill_sinks(p, sinks);
 
-  // (B, L, H, Dv) in memory: joining the heads afterwards is then a view.
-  const int64_t row = std::max<int64_t>(p.Dv, 1), token = std::max<int64_t>(p.H, 1) * row;
-  const int64_t stride[] = {std::max<int64_t>(p.L, 1) * token, row, token, 1};
-  Tensor out = allocate(p.query.dtype, {batch(p), p.H, p.L, p.Dv}, stride);
-  Tensor lse = allocate_contiguous(lse_dtype(p), {batch(p), p.H, p.L});
-  p.out = written(p, out);
-  p.lse = written(p, lse);
+  auto [out, lse] = allocate_outputs(p);
   attention_kernels(p.query.dtype).forward(p, torch_parallel());
   return {out, lse};
 }
@@ -226,22 +232,46 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   return {grad_query, grad_key, grad_value, grad_mask, grad_alibi, grad_sinks};
 }
 
-Tensor attention_weights(const Tensor& query, const Tensor& key, const Tensor& lse,
-                         const MaybeTensor& attn_mask, const MaybeTensor& key_padding_mask,
-                         const MaybeTensor& alibi_slopes, const MaybeTensor& dropout_seed, double scale,
-                         double softcap, int64_t window_left, int64_t window_right, bool lower_right,
-                         double dropout_p, bool average_heads) {
-  AttentionWeightsParams p{};
-  fill(p, {"query", query}, {"key", key}, attn_mask, key_padding_mask, alibi_slopes, dropout_seed,
-       {scale, softcap, window_left, window_right, lower_right, dropout_p}, {{}, {}, {}, {}});
-  const Tensor held_lse = fill_lse(p, lse);
+// The same of the weights, (B, H, L, S), or their mean over heads (B, L, S).
+Tensor allocate_weights(AttentionWeightsParams& p, bool average_heads) {
   p.average = average_heads;
   Tensor weights = average_heads ? allocate_contiguous(p.query.dtype, {p.B, p.L, p.S})
                                  : allocate_contiguous(p.query.dtype, {p.B, p.H, p.L, p.S});
   p.weights = output_view(weights);
-  if (average_heads) std::copy_backward(p.weights.stride + 1, p.weights.stride + 3, p.weights.stride + 4);
+  if (average_heads)
+    p.weights.stride[3] = 1, p.weights.stride[2] = p.weights.stride[1], p.weights.stride[1] = 0;
+  return weights;
+}
+
+Tensor attention_weights(const Tensor& query, const Tensor& key, const Tensor& lse,
+                         const MaybeTensor& attn_mask, const MaybeTensor& key_padding_mask,
+                         const MaybeTensor& alibi_slopes, const MaybeTensor& sinks,
+                         const MaybeTensor& dropout_seed, double scale, double softcap, int64_t window_left,
+                         int64_t window_right, bool lower_right, double dropout_p, bool average_heads) {
+  AttentionWeightsParams p{};
+  fill(p, {"query", query}, {"key", key}, attn_mask, key_padding_mask, alibi_slopes, dropout_seed,
+       {scale, softcap, window_left, window_right, lower_right, dropout_p}, {{}, {}, {}, {}});
+  fill_sinks(p, sinks);
+  const Tensor held_lse = fill_lse(p, lse);
+  Tensor weights = allocate_weights(p, average_heads);
   attention_kernels(p.query.dtype).weights(p, torch_parallel());
   return weights;
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_forward_with_weights(
+    const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& attn_mask,
+    const MaybeTensor& key_padding_mask, const MaybeTensor& alibi_slopes, const MaybeTensor& sinks,
+    const MaybeTensor& dropout_seed, double scale, double softcap, int64_t window_left, int64_t window_right,
+    bool lower_right, double dropout_p, bool average_heads) {
+  AttentionWeightsParams p{};
+  fill(p, {"query", query}, {"key", key}, attn_mask, key_padding_mask, alibi_slopes, dropout_seed,
+       {scale, softcap, window_left, window_right, lower_right, dropout_p}, {{}, {}, {}, {}});
+  fill_value(p, {"value", value});
+  fill_sinks(p, sinks);
+  auto [out, lse] = allocate_outputs(p);
+  Tensor weights = allocate_weights(p, average_heads);
+  attention_kernels(p.query.dtype).forward_with_weights(p, torch_parallel());
+  return {out, lse, weights};
 }
 
 int64_t attention_causality(const Tensor& mask) {
@@ -261,5 +291,6 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn, CPU, m) {
   m.impl("attention_forward", TORCH_BOX(&fastattn::attention_forward));
   m.impl("attention_backward", TORCH_BOX(&fastattn::attention_backward));
   m.impl("attention_weights", TORCH_BOX(&fastattn::attention_weights));
+  m.impl("attention_forward_with_weights", TORCH_BOX(&fastattn::attention_forward_with_weights));
   m.impl("attention_causality", TORCH_BOX(&fastattn::attention_causality));
 }

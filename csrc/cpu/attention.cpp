@@ -21,7 +21,7 @@
 //   attention_decode_grad.h  backward of few query rows
 //   attention_mask_grad.h  gradient of a mask
 //   attention_backward.h   backward of all others
-//   attention_weights.h    the weights themselves
+//   attention_weights.h    the weights themselves, alone or with the output
 //   attention_causality.h  whether a mask is a causal one
 #include "attention.h"
 
@@ -56,11 +56,16 @@ void backward_of_dtype(const AttentionGradParams& p, const Parallel& parallel) {
 void weights_of_dtype(const AttentionWeightsParams& p, const Parallel& parallel) {
   with_products(p.query.dtype, [&]<class T>(T) { weights<T>(p, parallel.worth(operations(p))); });
 }
+void forward_with_weights_of_dtype(const AttentionWeightsParams& p, const Parallel& parallel) {
+  with_products(p.query.dtype,
+                [&]<class T>(T) { forward_with_weights<T>(p, parallel.worth(operations(p))); });
+}
 
 }  // namespace
 
 extern const AttentionKernels attention_kernels;
-const AttentionKernels attention_kernels = {kPairs<bf16>, forward_of_dtype, backward_of_dtype,
-                                            weights_of_dtype, causality};
+const AttentionKernels attention_kernels = {
+    kPairs<bf16>, forward_of_dtype, backward_of_dtype, weights_of_dtype, forward_with_weights_of_dtype,
+    causality};
 
 }  // namespace fastattn::FASTATTN_ISA

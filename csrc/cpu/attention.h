@@ -54,7 +54,7 @@ struct AttentionGradParams : AttentionParams {
 
 // weights (B, H, L, S), or their mean over heads (B, L, S) when `average`: exp(score - lse), after dropout.
 struct AttentionWeightsParams : AttentionParams {
-  View weights;  // stride[1] unused when `average`; stride[3] == 1; the query's dtype
+  View weights;  // stride[1] == 0 when `average`; stride[3] == 1; the query's dtype
   bool average;
 };
 
@@ -68,7 +68,8 @@ struct AttentionKernels {
   bool bf16_only;  // where bf16 has products of its own: any other dtype is a weaker variant's
   void (*forward)(const AttentionParams&, const Parallel&);
   void (*backward)(const AttentionGradParams&, const Parallel&);
-  void (*weights)(const AttentionWeightsParams&, const Parallel&);
+  void (*weights)(const AttentionWeightsParams&, const Parallel&);  // from lse
+  void (*forward_with_weights)(const AttentionWeightsParams&, const Parallel&);
   // 0: a key right of the diagonal is visible somewhere; 1: none is; 2: none is, and all other elements are
   // 0.
   int (*causality)(const AttentionMask&);

@@ -17,9 +17,12 @@ class BlockStep {
     scores_.take(arena, problem);
     pairs_ = kPairs<T> ? arena.take<E<T>>(kBlock * kTile<T>) : nullptr;
   }
-  void run(const Problem<T>& problem, const Tile<T>& tile, const E<T>* panel, KeyBlock<T>& block,
-           State<T>& state) {
-    if (!scores_.start(problem, tile, block)) return;
+  // The part of the block that the tile visits. Where `held` is given, and there are no pairs, its weights
+  // stay there.
+  Span run(const Problem<T>& problem, const Tile<T>& tile, const E<T>* panel, KeyBlock<T>& block,
+           State<T>& state, A<T>* held = nullptr) {
+    if (held) scores_.scores = held;
+    if (!scores_.start(problem, tile, block)) return {0, 0};
     if constexpr (kPairs<T>)
       weigh_chunks(problem, tile, panel, block, state);
     else
@@ -30,6 +33,7 @@ class BlockStep {
     else
       weights = scores_.scores;
     add_values(tile, block, scores_.span, weights, round_up(problem.p.Dv, Format<T>::kRows), state.out);
+    return scores_.span;
   }
 
  private:

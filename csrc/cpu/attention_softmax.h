@@ -185,18 +185,23 @@ FASTATTN_INLINE V<T> natural_lse(V<T> reference, V<T> sum) {
   return sum == 0 ? V<T>{} - kInf<T> : lse;
 }
 
+// 1 / sum, or 0 in rows that see nothing.
+template <class T>
+FASTATTN_INLINE V<T> inverse_sum(const Tile<T>& tile, const State<T>& state, int v) {
+  V<T> inverse = A<T>(1) / state.sum[v];
+  if (!tile.whole[v])
+    for (int i = 0; i < N<T>; ++i)
+      if (!tile.seen[v * N<T> + i]) inverse[i] = 0;
+  return inverse;
+}
+
 // Writes the rows of a finished tile: out = out^T / sum, lse = ln(2) (reference + log2(sum)).
 template <class S, class T>
 inline void finish_tile_of(const Problem<T>& problem, const Tile<T>& tile, State<T>& state) {
   const AttentionParams& p = problem.p;
   V<T> inverse[NV];
 #pragma GCC unroll 4
-  for (int v = 0; v < NV; ++v) {
-    inverse[v] = A<T>(1) / state.sum[v];
-    if (!tile.whole[v])
-      for (int i = 0; i < N<T>; ++i)
-        if (!tile.seen[v * N<T> + i]) inverse[v][i] = 0;
-  }
+  for (int v = 0; v < NV; ++v) inverse[v] = inverse_sum(tile, state, v);
   S* out = static_cast<S*>(p.out.data);
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v)

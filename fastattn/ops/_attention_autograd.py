@@ -14,13 +14,15 @@ from fastattn.ops._common import (
     logical_dim,
     logical_size,
     map_each,
+    needs_function,
     register_autograd,
     wide_dtype,
 )
 from fastattn.reference import attention as reference
 
 __all__ = [
-    "Attention", "AttentionWeights", "apply_plain_attention", "causality_op", "forward_op", "weights_op",
+    "Attention", "AttentionWeights", "apply_plain_attention", "causality_op", "forward_op",
+    "forward_with_weights_op", "weights_op",
 ]  # fmt: skip
 
 # Everything is four-dimensional here: query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv),
@@ -48,8 +50,13 @@ library.define(
     "Tensor grad_key, Tensor grad_value, Tensor grad_mask, Tensor grad_alibi, Tensor grad_sinks)"
 )
 library.define(
-    f"attention_weights(Tensor query, Tensor key, Tensor lse, {_BIASES}, Tensor? dropout_seed, {_OPTIONS}, "
-    "bool average_heads) -> Tensor"
+    f"attention_weights(Tensor query, Tensor key, Tensor lse, {_BIASES}, Tensor? sinks, "
+    f"Tensor? dropout_seed, {_OPTIONS}, bool average_heads) -> Tensor"
+)
+# Both, which one pass over the scores may find together.
+library.define(
+    f"attention_forward_with_weights(Tensor query, Tensor key, Tensor value, {_BIASES}, Tensor? sinks, "
+    f"Tensor? dropout_seed, {_OPTIONS}, bool average_heads) -> (Tensor out, Tensor lse, Tensor weights)"
 )
 # Of a mask in the sense of nn.MultiheadAttention, where True or -inf hides. 0: a key right of the diagonal is
 # visible somewhere; 1: none is; 2: none is, and all other elements are 0.
@@ -57,6 +64,7 @@ library.define("attention_causality(Tensor mask) -> int")
 forward_op = torch.ops.fastattn.attention_forward.default
 backward_op = torch.ops.fastattn.attention_backward.default
 weights_op = torch.ops.fastattn.attention_weights.default
+forward_with_weights_op = torch.ops.fastattn.attention_forward_with_weights.default
 causality_op = torch.ops.fastattn.attention_causality.default
 
 
@@ -83,6 +91,23 @@ def _(
 def _(query, key, lse, *args):
     (B, H, L, _), S = query.shape, key.shape[2]
     return query.new_empty((B, L, S) if args[-1] else (B, H, L, S))
+
+
+@torch.library.register_fake("fastattn::attention_forward_with_weights", lib=library)
+def _(query, key, value, *args):
+    out, lse = forward_op(query, key, value, *args[:-1])
+    return out, lse, weights_op(query, key, lse, *args)
+
+
+def _differentiable_forward_with_weights(query, key, value, *args):
+    if not needs_function([a for a in (query, key, value, *args) if isinstance(a, Tensor)]):
+        with torch._C._AutoDispatchBelowAutograd():
+            return forward_with_weights_op(query, key, value, *args)
+    out, lse = forward_op(query, key, value, *args[:-1])
+    return out, lse, weights_op(query, key, lse, *args)
+
+
+library.impl("attention_forward_with_weights", _differentiable_forward_with_weights, "Autograd")
 
 
 class Attention(torch.autograd.Function):
@@ -255,40 +280,41 @@ class AttentionBackward(torch.autograd.Function):
 class AttentionWeights(torch.autograd.Function):
     @staticmethod
     def forward(
-        query, key, lse, attn_mask, key_padding_mask, alibi_slopes, dropout_seed,
+        query, key, lse, attn_mask, key_padding_mask, alibi_slopes, sinks, dropout_seed,
         scale, softcap, window_left, window_right, lower_right, dropout_p, average_heads,
     ):  # fmt: skip
         return call_op(
-            weights_op, query, key, lse, attn_mask, key_padding_mask, alibi_slopes, dropout_seed,
+            weights_op, query, key, lse, attn_mask, key_padding_mask, alibi_slopes, sinks, dropout_seed,
             scale, softcap, window_left, window_right, lower_right, dropout_p, average_heads,
         )  # fmt: skip
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[:7])
-        ctx.options = inputs[7:]
+        ctx.save_for_backward(*inputs[:8])
+        ctx.options = inputs[8:]
 
     @staticmethod
     def backward(ctx, grad):
-        query, key, lse, attn_mask, padding, alibi_slopes, seed = ctx.saved_tensors
+        query, key, lse, attn_mask, padding, alibi_slopes, sinks, seed = ctx.saved_tensors
         mask_grad, alibi_grad = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
 
         def weigh(query, key, lse, *rest):
             rest = iter(rest)
             mask = next(rest) if mask_grad else attn_mask
             slopes = next(rest) if alibi_grad else alibi_slopes
-            return reference.attention_weights(query, key, lse, mask, padding, slopes, seed, *ctx.options)
+            others = (mask, padding, slopes, sinks, seed)
+            return reference.attention_weights(query, key, lse, *others, *ctx.options)
 
         rest = (attn_mask,) * mask_grad + (alibi_slopes,) * alibi_grad
         grads = torch.func.vjp(weigh, query, key, lse, *rest)[1](grad)
         rest = iter(grads[3:])
         grad_mask = next(rest) if mask_grad else None
         grad_alibi = next(rest) if alibi_grad else None
-        return *grads[:3], grad_mask, None, grad_alibi, *(None,) * 8
+        return *grads[:3], grad_mask, None, grad_alibi, *(None,) * 9  # that of sinks goes through lse
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        if args[6] is not None:
+        if in_dims[6] is not None or args[7] is not None:  # see Attention
             return map_each(AttentionWeights, info, in_dims, args)
         fold = _Fold(info.batch_size, logical_size(args[0], in_dims[0], 0))
         query, key, lse, padding = (fold.batched(args[n], in_dims[n]) for n in (0, 1, 2, 4))
@@ -379,4 +405,7 @@ def _map_packed_backward(info, in_dims, args):
 register_autograd("attention_forward", forward_op, Attention)
 register_autograd("attention_backward", backward_op, AttentionBackward)
 register_autograd("attention_weights", weights_op, AttentionWeights)
-_triton.register(library, "attention", "attention_forward", "attention_backward", "attention_weights")
+_triton.register(
+    library, "attention", "attention_forward", "attention_backward", "attention_weights",
+    "attention_forward_with_weights",
+)  # fmt: skip

@@ -12,7 +12,7 @@ from fastattn.ops._attention_autograd import (
     AttentionWeights,
     apply_plain_attention,
     forward_op,
-    weights_op,
+    forward_with_weights_op,
 )
 from fastattn.ops._attention_call import (
     UNLIMITED,
@@ -29,7 +29,7 @@ from fastattn.reference import attention as reference
 __all__ = ["attention_with_weights", "draw_seed", "scaled_dot_product_attention"]
 
 _forward_on_cpu = forward_op._handle.redispatch_boxed
-_weights_on_cpu = weights_op._handle.redispatch_boxed
+_forward_with_weights_on_cpu = forward_with_weights_op._handle.redispatch_boxed
 
 
 def draw_seed(dropout_p: float, device: torch.device | str) -> Tensor | None:
@@ -236,10 +236,9 @@ def attention_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """:func:`scaled_dot_product_attention` and the weights it summed the values with, after dropout.
 
-    The weights come from a second pass over the scores, from the same dropout pattern. Averaged over heads,
-    nothing of size (B, H, L, S) is held, unless a gradient flows back into the weights. Sinks take their part
-    of the probability and have no weight in the result. ``options`` are window_size, softcap and
-    causal_alignment.
+    Averaged over heads, nothing of size (B, H, L, S) is held, unless a gradient flows back into the weights.
+    Sinks take their part of the probability and have no weight in the result. ``options`` are window_size,
+    softcap and causal_alignment.
 
     Returns:
         out (..., H, L, Dv), and the weights in the query's dtype: their mean over heads (..., L, S), or (...,
@@ -264,23 +263,26 @@ def attention_with_weights(
     ):
         numbers = (factor, 0.0, -1, 0 if is_causal else -1, False, dropout_p)
         seed = draw_seed(dropout_p, "cpu")
-        masks = (attn_mask, key_padding_mask, None)
-        out, lse = _forward_on_cpu(CPU_KEYS, query, key, value, *masks, None, seed, *numbers)
-        return out, _weights_on_cpu(CPU_KEYS, query, key, lse, *masks, seed, *numbers, average_weights)
+        out, _, weights = _forward_with_weights_on_cpu(
+            CPU_KEYS, query, key, value, attn_mask, key_padding_mask, None, None, seed, *numbers,
+            average_weights,
+        )  # fmt: skip
+        return out, weights
 
     tensors = (query, key, value, attn_mask, key_padding_mask, None, sinks)
     call = prepare(tensors, dropout_p, is_causal, scale, enable_gqa, return_lse=True, **options)
     implementation = choose(call.request, impl)
     seed = draw_seed(call.options[-1], query.device)
-    out, lse = _run(call, seed, implementation)
-    args = (call.query, call.key, lse, call.attn_mask, call.key_padding_mask, call.alibi_slopes, seed)
-    args = (*args, *call.options, average_weights)
-    if implementation == "reference":
-        weights = reference.attention_weights(*args)
-    elif needs_function(args[:6]):
-        weights = apply_function(AttentionWeights, *args)
+    tensors = call[:7]
+    if implementation != "reference" and not needs_function(tensors):
+        out, _, weights = call_op(forward_with_weights_op, *tensors, seed, *call.options, average_weights)
     else:
-        weights = call_op(weights_op, *args)
+        out, lse = _run(call, seed, implementation)
+        args = (call.query, call.key, lse, *tensors[3:], seed, *call.options, average_weights)
+        if implementation == "reference":
+            weights = reference.attention_weights(*args)
+        else:
+            weights = apply_function(AttentionWeights, *args)
     weights = restore(weights.unsqueeze(1) if average_weights else weights, call)
     if average_weights and call.head_dims == 1:
         weights = weights.squeeze(-3)

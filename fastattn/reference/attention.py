@@ -107,6 +107,23 @@ def _masked_scores(
     return torch.where(visible, score, -torch.inf), visible
 
 
+def _exponentials(score, row_sees, sinks):
+    """(top, exp(score - top), their sum with the sink, whether a row has any logit), by rows."""
+    column = score.new_full((*score.shape[:-1], 1), -torch.inf)
+    if sinks is not None:
+        column = sinks.to(score.dtype).view(1, -1, 1, 1).expand_as(column)
+    # The maximum only keeps exp in range; it cancels, so it takes no part in the gradient.
+    top = torch.cat([score, column], -1).detach().amax(-1, keepdim=True)
+    # A row that sees no key still has its sink, unless that is -inf: no logit at all.
+    live = row_sees if sinks is None else row_sees | (column != -torch.inf)
+    top = torch.where(live, top, 0.0)
+    weights = torch.exp(score - top)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(column - top)
+    return top, weights, torch.where(live, total, 1.0), live
+
+
 def _dropped(weights, dropout_seed, dropout_p, *rows):
     if dropout_p == 0.0:
         return weights
@@ -133,19 +150,7 @@ def _attend(
         lower_right,
     )
     row_sees = visible.any(-1, keepdim=True)
-    column = score.new_full((*score.shape[:-1], 1), -torch.inf)
-    if sinks is not None:
-        column = sinks.to(score.dtype).view(1, H, 1, 1).expand_as(column)
-    # The maximum only keeps exp in range; it cancels, so it takes no part in the gradient.
-    top = torch.cat([score, column], -1).detach().amax(-1, keepdim=True)
-    # A row that sees no key still has its sink, unless that is -inf: no logit at all.
-    live = row_sees if sinks is None else row_sees | (column != -torch.inf)
-    top = torch.where(live, top, 0.0)
-    weights = torch.exp(score - top)
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(column - top)
-    total = torch.where(live, total, 1.0)
+    top, weights, total, live = _exponentials(score, row_sees, sinks)
     lse = torch.where(live, torch.log(total) + top, -torch.inf).squeeze(-1)
     weights = _dropped(weights / total, dropout_seed, dropout_p, *rows)
     value = value.to(score.dtype).repeat_interleave(H // max(Hkv, 1), 1)
@@ -218,6 +223,7 @@ def attention_weights(
     attn_mask: Tensor | None,
     key_padding_mask: Tensor | None,
     alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
     dropout_seed: Tensor | None,
     scale: float,
     softcap: float,
@@ -227,7 +233,11 @@ def attention_weights(
     dropout_p: float,
     average_heads: bool,
 ) -> Tensor:
-    """``exp(score - lse)`` after dropout, or its mean over heads; as ``fastattn::attention_weights``."""
+    """``exp(score - lse)`` after dropout, or its mean over heads; as ``fastattn::attention_weights``.
+
+    ``sinks`` are in lse already. They are needed where lse is so large that it cannot hold the logarithm of
+    the sum beside it (a row that is finfo.min everywhere has equal weights): such rows are summed once more.
+    """
     with without_autocast(query):
         score, visible = _masked_scores(
             query,
@@ -243,6 +253,10 @@ def attention_weights(
         )
         # Rows that see nothing have lse = -inf; exp(-inf - 0) is the 0 that they should give.
         row_sees = visible.any(-1, keepdim=True)
-        weights = torch.exp(score - torch.where(row_sees, lse.unsqueeze(-1), 0.0))
+        lse = torch.where(row_sees, lse.unsqueeze(-1), 0.0)
+        top, _, total, _ = _exponentials(score.detach(), row_sees, sinks)
+        far = lse.abs() > 32
+        weights = torch.exp(score - torch.where(far, top + (lse - lse.detach()), lse))
+        weights = weights / torch.where(far, total, 1.0).detach()
         weights = _dropped(weights, dropout_seed, dropout_p)
         return (weights.mean(1) if average_heads else weights).to(query.dtype)
