@@ -97,8 +97,10 @@ struct ForwardPlan {
   int64_t per_task;  // tiles
   int64_t tasks_per_head;
   int64_t tasks, merges, memory;
-  ForwardPlan(const Problem<T>& problem, const AttentionParams& p, const Work& all, int threads) {
-    const int64_t heads = p.B * p.Hkv, visible = problem.key_end - problem.key_begin;
+  int64_t heads, threads;
+  ForwardPlan(const Problem<T>& problem, const AttentionParams& p, const Work& all, int threads)
+      : heads(p.B * p.Hkv), threads(threads) {
+    const int64_t visible = problem.key_end - problem.key_begin;
     few_rows = has_few_rows(problem, kDecodeRows);
     rows_v = round_up(p.Dv, Format<T>::kRows);
     if (few_rows) {
@@ -119,6 +121,12 @@ struct ForwardPlan {
     merges = splits > 1 ? units : 0;
     memory = splits > 1 ? units * splits * size : 0;
   }
+  int64_t head(int64_t task) const { return task / deals / tasks_per_head; }
+  // The head of the task that whoever has this one takes next, if all take as long; -1 if that is the same.
+  int64_t next_head(int64_t task) const {
+    const int64_t next = head(task + threads);
+    return next == head(task) || next >= heads ? -1 : next;
+  }
 
  private:
   static int64_t tiles_per_task(const Problem<T>& problem, const Work& all, int threads) {
@@ -131,22 +139,36 @@ struct ForwardPlan {
   }
 };
 
-// Has the rows of a tile in a (B, H, L, X) tensor brought, where they are equally far apart.
-template <class T>
-inline void bring_rows(const Problem<T>& problem, const View& view, const Tile<T>& tile, int64_t columns,
+// Has rows [row, row + count) of a head of a (B, H, L, X) tensor brought.
+inline void bring_rows(const View& view, int64_t b, int64_t h, int64_t row, int64_t count, int64_t columns,
                        Ahead& ahead) {
-  if (kPairs<T> || (problem.flat && view.stride[1] != problem.p.L * view.stride[2])) return;
   const int64_t size = view.dtype == DType::f64 ? 8 : view.dtype == DType::f32 ? 4 : 2;
+  ahead.add(static_cast<const char*>(view.data) + offset(view, b, h, row) * size, view.stride[2] * size,
+            count, columns * size);
+}
+// Has what comes after tile t of a task brought: the place of its output, where its rows are equally far
+// apart, and a share of the first keys and values of the next head.
+template <class T>
+inline void bring_next(const Problem<T>& problem, const Tile<T>& tile, int64_t next_head, int64_t t,
+                       int64_t count, Ahead& ahead) {
+  const AttentionParams& p = problem.p;
+  if (kPairs<T>) return;
   ahead = {};
-  ahead.add(static_cast<const char*>(view.data) + offset(view, tile.b, tile.head[0], tile.row[0]) * size,
-            view.stride[2] * size, tile.count, columns * size);
+  if (!problem.flat || p.out.stride[1] == p.L * p.out.stride[2])
+    bring_rows(p.out, tile.b, tile.head[0], tile.row[0], tile.count, p.Dv, ahead);
+  if (next_head < 0 || p.pages) return;
+  const int64_t b = next_head / p.Hkv, hk = next_head % p.Hkv;
+  const int64_t keys = min(kBlock, problem.key_end - problem.key_begin), from = keys * t / count;
+  const int64_t share = keys * (t + 1) / count - from;
+  if (p.key.stride[3] == 1) bring_rows(p.key, b, hk, problem.key_begin + from, share, p.D, ahead);
+  if (p.value.stride[3] == 1) bring_rows(p.value, b, hk, problem.key_begin + from, share, p.Dv, ahead);
 }
 
 // Tiles [first, first + count) of one key/value head against the keys of one split: finished where there is
 // only one, else a partial result.
 template <class T>
 inline void forward_tiles(const Problem<T>& problem, int64_t b, int64_t hk, int64_t first, int64_t count,
-                          const ForwardPlan<T>& plan, int64_t split, A<T>* partial) {
+                          int64_t next_head, const ForwardPlan<T>& plan, int64_t split, A<T>* partial) {
   typename Format<T>::Configuration configuration;
   const AttentionParams& p = problem.p;
   Arena& arena = thread_arena();
@@ -174,7 +196,7 @@ inline void forward_tiles(const Problem<T>& problem, int64_t b, int64_t hk, int6
     KeyBlock<T> block = make_block(problem, b, hk, begin, min(begin + kBlock, p.S), Use::forward, scratch);
     for (int64_t t = 0; t < count; ++t) {
       if (begin + kBlock >= key_end && plan.splits == 1)
-        bring_rows(problem, p.out, tiles[t], p.Dv, block.ahead);
+        bring_next(problem, tiles[t], next_head, t, count, block.ahead);
       step.run(problem, tiles[t], panels + t * problem.depth * kTile<T>, block, states[t]);
     }
   }
@@ -220,10 +242,9 @@ inline void merge_tile(const Problem<T>& problem, int64_t b, int64_t hk, int64_t
 template <class T>
 inline void forward_task(const Problem<T>& problem, const ForwardPlan<T>& plan, int64_t task, A<T>* partial) {
   const AttentionParams& p = problem.p;
-  const int64_t deal = task % plan.deals, unit = task / plan.deals;
+  const int64_t deal = task % plan.deals, head = plan.head(task);
   // The last tiles first: under a causal mask they are the longest.
-  const int64_t head = unit / plan.tasks_per_head,
-                part = plan.tasks_per_head - 1 - unit % plan.tasks_per_head;
+  const int64_t part = plan.tasks_per_head - 1 - task / plan.deals % plan.tasks_per_head;
   const int64_t first = part * plan.per_task, count = min(plan.per_task, problem.tiles - first);
   const int64_t units = plan.few_rows ? head : head * problem.tiles + first;
   for (int64_t split = deal * plan.splits / plan.deals; split < (deal + 1) * plan.splits / plan.deals;
@@ -232,7 +253,7 @@ inline void forward_task(const Problem<T>& problem, const ForwardPlan<T>& plan, 
     if (plan.few_rows)
       decode_head(problem, head / p.Hkv, head % p.Hkv, plan.splits, split, to);
     else
-      forward_tiles(problem, head / p.Hkv, head % p.Hkv, first, count, plan, split, to);
+      forward_tiles(problem, head / p.Hkv, head % p.Hkv, first, count, plan.next_head(task), plan, split, to);
   }
 }
 template <class T>
