@@ -120,11 +120,11 @@ def check(
     return found
 
 
-def precision(dtype: torch.dtype) -> str:
+def precision(dtype: torch.dtype, device: torch.device) -> str:
     """How products are formed from float32: exactly, unless torch may use TF32 for its own."""
     # Not allow_tf32, which raises once this setting, or what it inherits from, was used.
     allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return "tf32" if dtype == torch.float32 and torch.version.hip is None and allowed else "ieee"
+    return "tf32" if dtype == torch.float32 and architecture(device) != "hip" and allowed else "ieee"
 
 
 def needs_wide_offsets(*tensors: Tensor | None) -> bool:

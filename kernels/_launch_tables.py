@@ -100,10 +100,14 @@ PROMPT: Table = {
 # Linear attention; the width is the height of the state as a power of two, and decay counts as as many again.
 # The state takes height x columns registers, and the features of queries and keys tokens x height each. 64
 # tokens are a warpgroup's share of Hopper's wgmma; more tokens mean more products within the chunk. On CDNA 8
-# warps leave 256 of 512 registers to a lane.
+# warps leave 256 of 512 registers to a lane, and 16 rows of 512 channels of float64 are all of its shared
+# memory, which has to hold other operands as well.
 WALK: Table = {
     "cuda:80": {(2, 64): (64, 64, 8, 1)},
-    "hip": {(2, 64): (64, 64, 4, 1), (2, 128): (64, 32, 4, 1)},
+    "hip": {
+        (2, 64): (64, 64, 4, 1), (2, 128): (64, 32, 4, 1), (2, 256): (32, 32, 8, 1), (4, 128): (16, 32, 4, 1),
+        (4, 512): (16, 16, 8, 1), (8, 256): (16, 16, 8, 1), (8, 512): (8, 8, 4, 1),
+    },
     "interpreter": {(8, 512): (16, 16, 1, 1)},
     "any": {
         (2, 64): (64, 64, 4, 1), (2, 128): (64, 32, 8, 1), (2, 256): (32, 32, 8, 1), (4, 128): (16, 32, 4, 1),

@@ -102,7 +102,7 @@ class _Call:
             "keep_scale": 1 / (1 - dropout_p) if dropout_p < 1 else 0.0,
             "scale": float(scale), "softcap": float(softcap), "SOFTCAP": softcap > 0,
             "D": D, "DV": DV, "BLOCK_D": block_of(D), "BLOCK_DV": block_of(DV),
-            "PRECISION": precision(query.dtype), "WIDE": False,
+            "PRECISION": precision(query.dtype, query.device), "WIDE": False,
             "UPCAST": INTERPRETED and query.dtype == torch.bfloat16,
         }  # fmt: skip
         for name, tensor in strided.items():

@@ -310,7 +310,7 @@ def attention_with_kv_cache(
         "right": None if window_right < 0 else min(window_right, L + capacity),
         "scale": float(scale), "softcap": float(softcap), "SOFTCAP": softcap > 0,
         "D": D, "DV": DV, "BLOCK_K": config.columns, "BLOCK_D": block_of(D), "BLOCK_DV": block_of(DV),
-        "PRECISION": precision(query.dtype), "WIDE": needs_wide_offsets(*strided.values()),
+        "PRECISION": precision(query.dtype, query.device), "WIDE": needs_wide_offsets(*strided.values()),
         "UPCAST": INTERPRETED and query.dtype == torch.bfloat16,
         "BLOCKS_IN_PAGES": block_table is not None and page_size % config.columns == 0,
     }  # fmt: skip

@@ -18,6 +18,7 @@ import triton.language as tl
 from fastattn.kernels._common import (
     INTERPRETED,
     Config,
+    architecture,
     block_of,
     check,
     launch,
@@ -50,7 +51,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _operand(dtype: torch.dtype) -> tuple[tl.dtype, int, str]:
+def _operand(dtype: torch.dtype, device: torch.device) -> tuple[tl.dtype, int, str]:
     """What products are formed from, the last bits of it that they do not read, and their precision.
 
     Sums over long sequences leave the range of float16, and gradients of quotients by them do on the other
@@ -59,8 +60,8 @@ def _operand(dtype: torch.dtype) -> tuple[tl.dtype, int, str]:
     """
     if dtype == torch.bfloat16:
         return (tl.float32, 16, "ieee") if INTERPRETED else (tl.bfloat16, 0, "ieee")
-    form = precision(dtype)
-    if dtype == torch.float16 and not torch.version.hip:
+    form = precision(dtype, device)
+    if dtype == torch.float16 and architecture(device) != "hip":
         form = "tf32"
     return tl.float64 if dtype == torch.float64 else tl.float32, 13 if form == "tf32" else 0, form
 
@@ -110,12 +111,13 @@ class _Call:
         if initial_kv is not None:
             self.check_state("initial", initial_kv, initial_z)
         self.initial, self.causal, self.normalize = (initial_kv, initial_z), causal, normalize
-        self.operand = _operand(query.dtype)
+        self.operand = _operand(query.dtype, self.device)
         table = WALK_TF32 if self.operand[2] == "tf32" else WALK
         width = block_of(max(D, self.DV))
         if decay is not None:  # whose sums and factors of every token take the registers of as many channels
             width = min(2 * width, TRITON_HEAD_DIM)
-        self.tile = choose_config(table, self.device, query.dtype, width)
+        read = query.dtype if query.dtype == torch.bfloat16 else self.wide  # by products
+        self.tile = choose_config(table, self.device, read, width)
         self.segments = self.cut(self.L)
         self.strided = {"query": query, "key": key, "value": value, "decay": decay}
         padding = None if key_padding_mask is None else mask_numbers(key_padding_mask, query.dtype)

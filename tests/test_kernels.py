@@ -132,7 +132,7 @@ for target in main.TARGETS.values():
             (name, tables.choose_config(getattr(tables, name), torch.device("meta"), dtype, 2**n))
             for name in names.values() if name in tables.__all__
             for dtype in (torch.float16, torch.float32, torch.float64) for n in range(4, 10)
-            if name != "WALK_TF32" or dtype != torch.float64
+            if name != "WALK_TF32" or (dtype != torch.float64 and target.gpu.backend == "cuda")
         }
     assert len(there) > 20 and there <= chosen, there - chosen
 """
@@ -238,12 +238,26 @@ def test_tf32_is_used_where_torch_may(run_python, setting):
 import torch, fastattn
 from fastattn import _triton
 from fastattn.kernels._common import precision
-assert precision(torch.float32) == "ieee"
+cpu = torch.device("cpu")
+assert precision(torch.float32, cpu) == "ieee"
 torch.{setting} = {allowed}
-assert precision(torch.float32) == ("ieee" if torch.version.hip else "tf32")
-assert precision(torch.float16) == precision(torch.float64) == "ieee"
+assert precision(torch.float32, cpu) == "tf32"
+assert precision(torch.float16, cpu) == precision(torch.float64, cpu) == "ieee"
 with _triton.interpreter():
     x = torch.ones(1, 1, 2, 4)
     assert torch.equal(fastattn.scaled_dot_product_attention(x, x, x, impl="triton"), x)
 """
     run_python("-c", code, TRITON_INTERPRET="1")
+
+
+def test_float16_in_linear_attention_needs_the_range_of_float32(run_python):
+    """TF32 has it and is fast; AMD's GPUs, also where torch is not built for them, form exact products."""
+    code = """
+import torch
+from fastattn.kernels import __main__ as main, _common, linear_attention
+for name, target in main.TARGETS.items():
+    with _common.compile_only(main.Offline(target.gpu)):
+        operand, _, precision = linear_attention._operand(torch.float16, torch.device("meta"))
+    assert (str(operand), precision) == ("fp32", "ieee" if name.startswith("hip") else "tf32"), name
+"""
+    run_python("-c", code, TRITON_INTERPRET="0")
