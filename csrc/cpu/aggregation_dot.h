@@ -81,7 +81,7 @@ void edge_dot(EdgeDotParams p, const Parallel& all) {
     p.H = 1;
   }
   const GraphView& graph = p.graph;
-  const Cuts cuts(graph);
+  const Cuts cuts(graph, p.H * p.F);
   const int64_t chunks = cuts.split.chunks;
   const Parallel parallel = all.worth(operations(graph, p.B, p.H, p.F));
   const Nodes<T> rows(p.a, p.B, graph.rows, p.H, p.F, N<T>), nodes(p.b, p.B, p.M, p.H, p.F, N<T>);

@@ -183,6 +183,13 @@ FASTATTN_INLINE void prefetch(const E* row) {
   for (int byte = 0; byte < kBytes; byte += 64) __builtin_prefetch(reinterpret_cast<const char*>(row) + byte);
 }
 
+// In the time that waiting for memory takes, a core could do some hundred operations per edge and some more
+// per feature.
+FASTATTN_INLINE double operations_of_edge(int64_t F) { return double(200 + 16 * F); }
+FASTATTN_INLINE double operations(const GraphView& graph, int64_t B, int64_t H, int64_t F) {
+  return double(graph.edges + graph.rows) * double(B * H) * operations_of_edge(F);
+}
+
 // All cuts of a graph, and room for the partial results of the rows that they divide.
 struct Cuts {
   EdgeSplit split;
@@ -190,13 +197,19 @@ struct Cuts {
   Buffer<int64_t> divisions;  // cuts before this one that divide a row
   int64_t slots = 0;
 
-  explicit Cuts(const GraphView& graph)
-      : split(split_edges(graph.rowptr, graph.rows)), at(split.chunks + 1), divisions(split.chunks + 1) {
+  Cuts(const GraphView& graph, int64_t features)
+      : split(split_edges(graph.rowptr, graph.rows, least(features))),
+        at(split.chunks + 1),
+        divisions(split.chunks + 1) {
     for (int64_t k = 0; k <= split.chunks; ++k) {
       const EdgeCut cut = at.data()[k] = edge_cut(split, k);
       divisions.data()[k] = slots / 2;
       if (cut.row < split.rows && cut.edge > split.rowptr[cut.row]) slots += 2;
     }
+  }
+  // Of the edges of a chunk: an eighth of what is worth a thread.
+  static int64_t least(int64_t features) {
+    return max(int64_t(Parallel::kWorth / 8 / operations_of_edge(features)), kLeastEdges);
   }
   // The slot of a chunk's head or tail, where it has one.
   int64_t head(int64_t k) const { return 2 * divisions.data()[k]; }
@@ -268,12 +281,6 @@ __attribute__((noinline)) void weigh(const Chunk& chunk, const GraphView& graph,
   const I* col = static_cast<const I*>(graph.col) + first;
   const A<T>* scale = static_cast<const A<T>*>(col_scale);
   for (int64_t i = 0; i < edges; ++i) weight[i] *= scale[col[i]];
-}
-
-// In the time that waiting for memory takes, a core could do some hundred operations per edge and some more
-// per feature.
-FASTATTN_INLINE double operations(const GraphView& graph, int64_t B, int64_t H, int64_t F) {
-  return double(graph.edges + graph.rows) * double(B * H) * double(200 + 16 * F);
 }
 
 FASTATTN_INLINE void round_to(float* p, float x) { *p = x; }

@@ -93,7 +93,7 @@ void sum(AggregateSumParams p, const Parallel& all) {
     p.H = 1;
   }
   const GraphView& graph = p.graph;
-  const Cuts cuts(graph);
+  const Cuts cuts(graph, p.H * p.F);
   const int64_t chunks = cuts.split.chunks;
   const Parallel parallel = all.worth(operations(graph, p.B, p.H, p.F));
   const bool weighted = p.edge_weight.data || p.col_scale || p.arg.data || !kFrequent<T>;

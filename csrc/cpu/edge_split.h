@@ -28,12 +28,13 @@ struct EdgeCut {
   int64_t row, edge;
 };
 
-static inline EdgeSplit split_edges(const int64_t* rowptr, int64_t rows) {
-  // 512 chunks balance dozens of threads; smaller ones would cost more than they do, larger ones than 2048
-  // would not keep their indices and weights in a core's own cache.
-  constexpr int64_t kChunks = 512, kLeast = 256, kMost = 2048;
-  const int64_t work = rows + rowptr[rows];
-  const int64_t step = work < kLeast * kChunks ? kLeast : work > kMost * kChunks ? kMost : work / kChunks;
+constexpr int64_t kLeastEdges = 256;
+static inline EdgeSplit split_edges(const int64_t* rowptr, int64_t rows, int64_t least = kLeastEdges) {
+  // 512 chunks balance dozens of threads; chunks larger than 2048 would not keep their indices and weights in
+  // a core's own cache.
+  constexpr int64_t kChunks = 512, kMost = 2048;
+  const int64_t work = rows + rowptr[rows], even = work / kChunks;
+  const int64_t step = even < least ? least : even > kMost ? kMost : even;
   return {rowptr, rows, step, (work + step - 1) / step};
 }
 

@@ -15,8 +15,9 @@ struct Parallel {
 
   // As many of the threads as are worth waking for this much arithmetic: a second one costs some
   // microseconds, in which the first does about a million operations, and much more on a busy machine.
+  static constexpr double kWorth = 2e6;
   Parallel worth(double operations) const {
-    const double most = 1 + operations / 2e6;
+    const double most = 1 + operations / kWorth;
     return {most < threads ? int(most) : threads, run};
   }
 };
