@@ -134,3 +134,16 @@ def test_weights_in_the_leading_dimensions_of_the_caller(impl, shape):
         out, weights = attention_with_weights(x, x, x, average_weights=average, impl=impl)
         assert out.shape == shape and weights.shape == expected
         torch.testing.assert_close(weights.sum(-1), torch.ones(expected[:-1]))
+
+
+def test_weights_of_nothing(impl):
+    """No heads, batch, queries or keys; a mean over no heads is NaN, as torch's is."""
+    for shape, keys in (((8, 0, 3, 8), 3), ((0, 2, 3, 8), 3), ((2, 2, 0, 8), 3), ((8, 2, 3, 8), 0)):
+        query, key = torch.randn(shape), torch.randn(*shape[:2], keys, 8)
+        for requires_grad in (False, True):
+            query.requires_grad_(requires_grad)
+            for average in (True, False):
+                out, weights = attention_with_weights(query, key, key, average_weights=average, impl=impl)
+                assert out.shape == shape and not out.any()
+                assert weights.shape == (*shape[: 1 if average else 2], shape[2], keys)
+                assert weights.isnan().all() if average else weights.numel() == 0

@@ -2,6 +2,7 @@
 // in fastattn/ops/_attention_autograd.py.
 #include "attention.h"
 
+#include <limits>
 #include <tuple>
 
 #include "sequences.h"
@@ -238,6 +239,7 @@ Tensor allocate_weights(AttentionWeightsParams& p, bool average_heads) {
   Tensor weights = average_heads ? allocate_contiguous(p.query.dtype, {p.B, p.L, p.S})
                                  : allocate_contiguous(p.query.dtype, {p.B, p.H, p.L, p.S});
   p.weights = output_view(weights);
+  if (average_heads && p.H == 0) torch::stable::fill_(weights, std::numeric_limits<double>::quiet_NaN());
   if (average_heads)
     p.weights.stride[3] = 1, p.weights.stride[2] = p.weights.stride[1], p.weights.stride[1] = 0;
   return weights;

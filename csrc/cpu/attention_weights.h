@@ -175,7 +175,8 @@ class HeldWeights {
 template <class T>
 inline void forward_with_weights(const AttentionWeightsParams& p, const Parallel& parallel) {
   if constexpr (!kPairs<T>)
-    if (const HeldWeights<T> held(p); held.fit()) return held.run(parallel);
+    if (p.H > 0)
+      if (const HeldWeights<T> held(p); held.fit()) return held.run(parallel);
   forward<T>(p, parallel);
   weights<T>(p, parallel);
 }
