@@ -253,42 +253,46 @@ FASTATTN_INLINE void describe(const Problem<T>& problem, int64_t b, int64_t coun
   const AttentionParams& p = problem.p;
   tile.count = int(count);
   tile.b = b;
-  tile.lo_min = p.S, tile.lo_max = 0, tile.hi_min = p.S, tile.hi_max = 0;
-  for (int v = 0; v < NV; ++v) {
-    tile.vector_lo[v] = p.S, tile.vector_hi[v] = 0;
-    tile.whole[v] = count >= (v + 1) * N<T>;
-  }
+  // What a call needs not is not looked at for each row: short queries consist of this.
+  for (int r = 0; r < tile.count; ++r) row_of(r, tile.head[r], tile.row[r]);
   for (int r = 0; r < tile.count; ++r) {
-    row_of(r, tile.head[r], tile.row[r]);
-    const int64_t h = tile.head[r], i = tile.row[r];
     int64_t lo, hi;
-    problem.band(i, lo, hi);
-    if (p.mask.data) tile.mask_row[r] = offset(p.mask, b, h, i);
+    problem.band(tile.row[r], lo, hi);
     tile.lo[r] = Int<A<T>>(lo);
     tile.hi[r] = Int<A<T>>(hi);
-    tile.lo_max = max(tile.lo_max, lo);
-    tile.hi_min = min(tile.hi_min, hi);
-    tile.seen[r] = problem.row_sees(b, h, i);
-    tile.whole[r / N<T>] &= tile.seen[r];
-    if (lo < hi) {
-      const int v = r / N<T>;
-      tile.vector_lo[v] = min(tile.vector_lo[v], lo);
-      tile.vector_hi[v] = max(tile.vector_hi[v], hi);
+    tile.seen[r] = lo < hi;
+  }
+  if (problem.masked)
+    for (int r = 0; r < tile.count; ++r) {
+      if (p.mask.data) tile.mask_row[r] = offset(p.mask, b, tile.head[r], tile.row[r]);
+      tile.seen[r] = problem.row_sees(b, tile.head[r], tile.row[r]);
     }
-    if (p.alibi.data) {
-      tile.slope[r] = static_cast<const A<T>*>(p.alibi.data)[offset(p.alibi, b, h)];
-      tile.diagonal[r] = A<T>(i + problem.shift);
+  tile.lo_min = p.S, tile.lo_max = 0, tile.hi_min = p.S, tile.hi_max = 0;
+  for (int v = 0; v < NV; ++v) {
+    const int first = v * int(N<T>), last = int(min(tile.count, first + N<T>));
+    int64_t lo_min = p.S, lo_max = 0, hi_min = p.S, hi_max = 0;
+    bool whole = last == first + N<T>;
+    for (int r = first; r < last; ++r) {
+      const int64_t lo = tile.lo[r], hi = tile.hi[r];
+      lo_max = max(lo_max, lo), hi_min = min(hi_min, hi);
+      lo_min = min(lo_min, lo < hi ? lo : p.S), hi_max = max(hi_max, lo < hi ? hi : 0);
+      whole &= tile.seen[r];
     }
-    if (problem.has_dropout()) {
-      uint64_t z = mix(p.seed + uint64_t(offset(p.lse, b, h, i) + 1) * kRowStep);
+    tile.vector_lo[v] = lo_min, tile.vector_hi[v] = hi_max, tile.whole[v] = whole;
+    tile.lo_min = min(tile.lo_min, lo_min), tile.lo_max = max(tile.lo_max, lo_max);
+    tile.hi_min = min(tile.hi_min, hi_min), tile.hi_max = max(tile.hi_max, hi_max);
+  }
+  if (p.alibi.data)
+    for (int r = 0; r < tile.count; ++r) {
+      tile.slope[r] = static_cast<const A<T>*>(p.alibi.data)[offset(p.alibi, b, tile.head[r])];
+      tile.diagonal[r] = A<T>(tile.row[r] + problem.shift);
+    }
+  if (problem.has_dropout())
+    for (int r = 0; r < tile.count; ++r) {
+      uint64_t z = mix(p.seed + uint64_t(offset(p.lse, b, tile.head[r], tile.row[r]) + 1) * kRowStep);
       tile.key1[r] = Word<T>(uint32_t(z));
       tile.key2[r] = Word<T>(uint32_t(z >> 32));
     }
-  }
-  for (int v = 0; v < NV; ++v) {
-    tile.lo_min = min(tile.lo_min, tile.vector_lo[v]);
-    tile.hi_max = max(tile.hi_max, tile.vector_hi[v]);
-  }
   // A vector without any row sees no key: its scores are not even formed.
   const int last = tile.count - 1, used = int(round_up(count, N<T>));
   tile.vectors = kPairs<T> ? NV : used / N<T>;
