@@ -71,7 +71,9 @@ struct Chunks {
   int64_t size;         // of what a chunk contributes to grad_query, of all heads
   int64_t slopes_per_task;
   int64_t tasks, merges, memory;
-  Chunks(const Problem<T>& problem, const AttentionGradParams& p, const Work& all, int threads) {
+  int64_t threads;
+  Chunks(const Problem<T>& problem, const AttentionGradParams& p, const Work& all, int threads)
+      : threads(threads) {
     fused_mask = mask_grad_is_fused<T>(p);
     by_head = fused_mask && mask_is_shared_by_batch(p);
     units = by_head ? p.Hkv : p.B * p.Hkv;
@@ -92,11 +94,27 @@ struct Chunks {
   }
 };
 
+// Has tile t of another key/value head, as one of so many tiles, and its share of that head's keys brought.
+template <class T>
+inline void bring_tile(const Problem<T>& problem, const AttentionGradParams& p, int64_t head, int64_t t,
+                       int64_t count, Ahead& ahead) {
+  // Where a block of keys does not stay in the first-level cache its misses wait behind these.
+  constexpr int64_t kCache = 48 << 10;
+  if (kPairs<T> || kBlock * max(p.D, p.Dv) * int64_t(sizeof(E<T>)) > kCache) return;
+  const int64_t b = head / p.Hkv, h = head % p.Hkv * problem.group + t / problem.tiles_per_head;
+  const int64_t row = t % problem.tiles_per_head * kTile<T>, rows = min(kTile<T>, p.L - row);
+  ahead = {};
+  for (const View* view : {&p.query, &p.out, &p.grad_out})
+    if (view->stride[3] == 1) bring_rows(*view, b, h, row, rows, view == &p.query ? p.D : p.Dv, ahead);
+  bring_keys(problem, head, t, count, ahead);
+}
+
 // Everything that the keys of one chunk of one key/value head contribute. grad_query goes to `partial` where
 // there is more than one chunk: grad_query^T of every tile of every head.
 template <class T>
 inline void backward_head(const Problem<T>& problem, const AttentionGradParams& p, int64_t b, int64_t hk,
-                          const Chunks<T>& chunks, int64_t chunk, A<T>* partial, double* alibi) {
+                          int64_t next_head, const Chunks<T>& chunks, int64_t chunk, A<T>* partial,
+                          double* alibi) {
   const int64_t chunk_begin = min(p.S, chunk * chunks.keys), chunk_end = min(p.S, chunk_begin + chunks.keys);
   typename Format<T>::Configuration configuration;
   Arena& arena = thread_arena();
@@ -130,7 +148,9 @@ inline void backward_head(const Problem<T>& problem, const AttentionGradParams& 
     for (int64_t begin = round_down(key_begin, kBlock); begin < key_end; begin += kBlock) {
       KeyBlock<T> block =
           make_block(problem, b, hk, begin, min(begin + kBlock, p.S), Use::backward, key_scratch);
+      const bool last = begin + kBlock >= key_end && first + together >= problem.tiles;
       for (int64_t t = 0; t < count; ++t) {
+        if (last && next_head >= 0) bring_tile(problem, p, next_head, t, count, block.ahead);
         if (!grad_score_tile(problem, tiles[t], grads[t], block, scratch)) continue;
         const Scores<T>& s = scratch.scores;
         if (chunks.fused_mask)
@@ -199,12 +219,14 @@ inline void backward_task(const Problem<T>& problem, const AttentionGradParams& 
   const int64_t hk = unit % p.Hkv, begin = min(p.S, chunk * chunks.keys), end = min(p.S, begin + chunks.keys);
   A<T>* queries = chunks.count > 1 ? partial + chunk * chunks.size : nullptr;
   double* slopes = alibi ? alibi + chunk * p.B * p.H : nullptr;
+  const int64_t next = (task + chunks.threads) / chunks.count;
+  const int64_t next_head = chunks.by_head || next == unit || next >= chunks.units ? -1 : next;
   for (int64_t b = first; b < last; ++b)
     if (chunks.few_rows)
       decode_backward(problem, p, b, hk, {begin, end, chunk == 0, chunks.fused_mask, chunks.by_head && b > 0},
                       queries ? queries + (b * p.Hkv + hk) * decode_grad_size(problem) : nullptr, slopes);
     else
-      backward_head(problem, p, b, hk, chunks, chunk, queries, slopes);
+      backward_head(problem, p, b, hk, next_head, chunks, chunk, queries, slopes);
 }
 
 template <class T>

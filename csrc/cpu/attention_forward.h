@@ -139,13 +139,6 @@ struct ForwardPlan {
   }
 };
 
-// Has rows [row, row + count) of a head of a (B, H, L, X) tensor brought.
-inline void bring_rows(const View& view, int64_t b, int64_t h, int64_t row, int64_t count, int64_t columns,
-                       Ahead& ahead) {
-  const int64_t size = view.dtype == DType::f64 ? 8 : view.dtype == DType::f32 ? 4 : 2;
-  ahead.add(static_cast<const char*>(view.data) + offset(view, b, h, row) * size, view.stride[2] * size,
-            count, columns * size);
-}
 // Has what comes after tile t of a task brought: the place of its output, where its rows are equally far
 // apart, and a share of the first keys and values of the next head.
 template <class T>
@@ -156,12 +149,7 @@ inline void bring_next(const Problem<T>& problem, const Tile<T>& tile, int64_t n
   ahead = {};
   if (!problem.flat || p.out.stride[1] == p.L * p.out.stride[2])
     bring_rows(p.out, tile.b, tile.head[0], tile.row[0], tile.count, p.Dv, ahead);
-  if (next_head < 0 || p.pages) return;
-  const int64_t b = next_head / p.Hkv, hk = next_head % p.Hkv;
-  const int64_t keys = min(kBlock, problem.key_end - problem.key_begin), from = keys * t / count;
-  const int64_t share = keys * (t + 1) / count - from;
-  if (p.key.stride[3] == 1) bring_rows(p.key, b, hk, problem.key_begin + from, share, p.D, ahead);
-  if (p.value.stride[3] == 1) bring_rows(p.value, b, hk, problem.key_begin + from, share, p.Dv, ahead);
+  if (next_head >= 0) bring_keys(problem, next_head, t, count, ahead);
 }
 
 // Tiles [first, first + count) of one key/value head against the keys of one split: finished where there is

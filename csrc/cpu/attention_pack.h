@@ -337,5 +337,25 @@ inline KeyBlock<T> make_block(const Problem<T>& problem, int64_t b, int64_t hk, 
   return block;
 }
 
+// Has rows [row, row + count) of a head of a (B, H, L, X) tensor brought.
+inline void bring_rows(const View& view, int64_t b, int64_t h, int64_t row, int64_t count, int64_t columns,
+                       Ahead& ahead) {
+  const int64_t size = view.dtype == DType::f64 ? 8 : view.dtype == DType::f32 ? 4 : 2;
+  ahead.add(static_cast<const char*>(view.data) + offset(view, b, h, row) * size, view.stride[2] * size,
+            count, columns * size);
+}
+// The same of one of so many shares of the first keys and values of a key/value head of some batch.
+template <class T>
+inline void bring_keys(const Problem<T>& problem, int64_t head, int64_t share, int64_t shares, Ahead& ahead) {
+  const AttentionParams& p = problem.p;
+  if (p.pages) return;
+  const int64_t keys = min(kBlock, problem.key_end - problem.key_begin), from = keys * share / shares;
+  const int64_t count = keys * (share + 1) / shares - from;
+  for (const View* view : {&p.key, &p.value})
+    if (view->stride[3] == 1)
+      bring_rows(*view, head / p.Hkv, head % p.Hkv, problem.key_begin + from, count,
+                 view == &p.key ? p.D : p.Dv, ahead);
+}
+
 }  // namespace
 }  // namespace fastattn::FASTATTN_ISA

@@ -67,7 +67,7 @@ class Ahead {
     const char* rows;
     int64_t stride, count, lines;
   };
-  Place places_[3];
+  Place places_[5];
   int number_ = 0, place_ = 0;
   int64_t taken_ = 0;  // lines of the place
 };
