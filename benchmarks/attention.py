@@ -231,6 +231,58 @@ class ModuleCase(TimedCase):
         return {"torch": of(theirs), "auto": of(ours)}
 
 
+@dataclass(frozen=True)
+class LayerCase(TimedCase):
+    """One nn.TransformerEncoderLayer in evaluation without gradients, where torch has one function for all of
+    it, against the layer with the swapped module, which runs module by module."""
+
+    batch: int
+    length: int
+    embed_dim: int
+    heads: int
+    dtype: str = "fp32"
+    tags: tuple[str, ...] = ("layer",)
+    quick: bool = False
+    family: str = "layer"
+    roofs: tuple[str, ...] = ("fp32",)
+
+    names = ("torch", "auto")
+
+    @property
+    def name(self) -> str:
+        return f"layer/{self.batch}x{self.length}x{self.embed_dim}h{self.heads}/{self.dtype}/eval"
+
+    @property
+    def flops(self) -> int:
+        """Attention, its four projections and the two of the feedforward block, four times as wide."""
+        products = 12 * 2 * self.batch * self.length * self.embed_dim**2
+        head_dim = self.embed_dim // self.heads
+        return products + attention_flops(self.batch, self.heads, self.length**2, head_dim, False)
+
+    @property
+    def work(self) -> int:
+        return self.flops
+
+    def contestants(self) -> dict[str, Contestant]:
+        torch.manual_seed(0)
+        theirs = torch.nn.TransformerEncoderLayer(
+            self.embed_dim, self.heads, 4 * self.embed_dim, batch_first=True
+        )
+        theirs.eval()
+        ours = copy.deepcopy(theirs, {id(p): p for p in theirs.parameters()})
+        fastattn.replace_attention(ours)
+        x = torch.randn(self.batch, self.length, self.embed_dim)
+
+        def of(module: torch.nn.Module) -> Contestant:
+            def call() -> Tensors:
+                with torch.no_grad():
+                    return (module(x),)
+
+            return call
+
+        return {"torch": of(theirs), "auto": of(ours)}
+
+
 class MemoryCase(cases.MemoryCase):
     def output(
         self, contestant: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -242,7 +294,7 @@ class MemoryCase(cases.MemoryCase):
         )
 
 
-Case = AttentionCase | ModuleCase | MemoryCase
+Case = AttentionCase | ModuleCase | LayerCase | MemoryCase
 
 
 BARS = (
@@ -256,6 +308,7 @@ BARS = (
     Bar("learnable bias, forward+backward", "bias", each=2.0),
     Bar("MultiheadAttention, need_weights=True", "module weights", each=1.3, contestant="auto"),
     Bar("MultiheadAttention, need_weights=False", "module no-weights", each=1.15, contestant="auto"),
+    Bar("TransformerEncoderLayer in evaluation", "layer", each=1.0, contestant="auto"),
     Bar("FMA peak, fp32 forward, L=2048", "peak fp32", each=0.70, measure="roof"),
     Bar("FMA peak, bf16 forward, L=2048", "peak bf16", each=0.50, measure="roof"),
     Bar("memory, forward+backward, L=16384", "memory", each=1.5, contestant="auto", measure="memory"),
@@ -358,6 +411,8 @@ def _cases() -> Iterator[Case]:
         for backward in (False, True):
             tag = "module weights" if need_weights else "module no-weights"
             yield ModuleCase(4, 512, 512, 8, need_weights, backward, tags=(tag,), quick=True)
+    for batch, length in ((32, 16), (8, 64), (4, 128), (4, 512), (1, 2048)):
+        yield LayerCase(batch, length, 512, 8)
     for dtype in DTYPES:
         for causal in (False, True):
             yield MemoryCase(1, 8, 16384, 64, dtype, causal, tags=("memory",))
