@@ -153,6 +153,7 @@ def test_cases_beside_the_grid_are_complete():
         if c.family == "module"
     }
     assert modules == set(itertools.product([4], [512], [512], [True, False], [True, False]))
+    assert {(c.batch, c.length) for c in named("layer")} == {(32, 16), (8, 64), (4, 128), (4, 512), (1, 2048)}
     (small,) = named("small")
     assert (small.batch, small.heads, small.queries, small.head_dim) == (1, 1, 8, 16)
     drawn = named("random")
@@ -185,6 +186,7 @@ def test_every_bar_has_cases_and_the_promised_height():
         "learnable bias, forward+backward": (None, 2.0),
         "MultiheadAttention, need_weights=True": (None, 1.3),
         "MultiheadAttention, need_weights=False": (None, 1.15),
+        "TransformerEncoderLayer in evaluation": (None, 1.0),
         "FMA peak, fp32 forward, L=2048": (None, 0.7),
         "FMA peak, bf16 forward, L=2048": (None, 0.5),
         "memory, forward+backward, L=16384": (None, 1.5),
