@@ -15,26 +15,19 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-template <class F>
-void with_types(const View& features, const GraphView& graph, F&& f) {
-  with_dtype(features.dtype, [&]<class T>(T t) { with_index(graph.wide, [&]<class I>(I i) { f(t, i); }); });
+void sum_of_dtype(const AggregateSumParams& p, const Parallel& parallel) {
+  p.x.dtype == DType::f64 ? sum<double>(p, parallel) : sum<float>(p, parallel);
 }
-
-void sum_of_types(const AggregateSumParams& p, const Parallel& parallel) {
-  with_types(p.x, p.graph, [&]<class T, class I>(T, I) { sum<T, I>(p, parallel); });
+void max_of_dtype(const AggregateMaxParams& p, const Parallel& parallel) {
+  p.x.dtype == DType::f64 ? max_over_edges<double>(p, parallel) : max_over_edges<float>(p, parallel);
 }
-void max_of_types(const AggregateMaxParams& p, const Parallel& parallel) {
-  with_types(p.x, p.graph, [&]<class T, class I>(T, I) {
-    p.arg ? max_over_edges<T, I, true>(p, parallel) : max_over_edges<T, I, false>(p, parallel);
-  });
-}
-void dot_of_types(const EdgeDotParams& p, const Parallel& parallel) {
-  with_types(p.a, p.graph, [&]<class T, class I>(T, I) { edge_dot<T, I>(p, parallel); });
+void dot_of_dtype(const EdgeDotParams& p, const Parallel& parallel) {
+  p.a.dtype == DType::f64 ? edge_dot<double>(p, parallel) : edge_dot<float>(p, parallel);
 }
 
 }  // namespace
 
 extern const AggregationKernels aggregation_kernels;
-const AggregationKernels aggregation_kernels{sum_of_types, max_of_types, dot_of_types};
+const AggregationKernels aggregation_kernels{sum_of_dtype, max_of_dtype, dot_of_dtype};
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -5,13 +5,13 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-template <class T>
+template <class S>
 struct DotTask {
   const Chunk& chunk;
   int64_t F;
-  typename Nodes<T>::Plane rows;
-  const T** source;  // per edge of the chunk
-  A<T>* dot;         // likewise, a multiple of the lanes; added to
+  Nodes::Plane rows;
+  const void** source;  // per edge of the chunk
+  S* dot;               // likewise, a multiple of the lanes; added to
 };
 
 // Lanes of the last two vectors of a tile that count: not those that an earlier vector has where they overlap
@@ -34,7 +34,8 @@ struct OwnLanes {
 };
 
 template <class T, class I, int V, bool kSelected>
-void dot_tiles(const DotTask<T>& t, const I* const* arg, const I* number, const Tiles tiles) {
+__attribute__((noinline)) void dot_tiles(const DotTask<A<T>> t, const Selection selection,
+                                         const Tiles tiles) {
   constexpr int kChains = V < 4 ? V : 4;
   const int64_t ahead = edges_ahead<T>(V), first = t.chunk.from.edge;
   const OwnLanes<T, V> lanes(tiles.at<T>(tiles.count - 1), t.F), all(tiles.at<T>(0), t.F);
@@ -49,15 +50,16 @@ void dot_tiles(const DotTask<T>& t, const I* const* arg, const I* number, const 
         const Tile tile = tiles.at<T>(k);
         const OwnLanes<T, V>& own = k == tiles.count - 1 ? lanes : all;
         Vec<A<T>> a[V];
-        for (int v = 0; v < V; ++v) a[v] = load_wide(t.rows[at.row] + vector_at<V, T>(tile, v));
+        const T* row = static_cast<const T*>(t.rows[at.row]);
+        for (int v = 0; v < V; ++v) a[v] = load_wide(row + vector_at<V, T>(tile, v));
         for (int64_t j = i; j < stop; ++j) {
-          prefetch<V * N<T>>(t.source[j + ahead] + tile.begin);
-          if constexpr (kSelected) prefetch<V * N<T>>(arg[j + ahead] + tile.begin);
+          prefetch<V * N<T>, T>(t.source[j + ahead], tile.begin);
+          if constexpr (kSelected) prefetch<V * N<T>, I>(selection.arg[j + ahead], tile.begin);
           Vec<A<T>> sum[kChains]{};
           for (int v = 0; v < V; ++v) {
             const int64_t from = vector_at<V, T>(tile, v);
-            Vec<A<T>> product = a[v] * load_wide(t.source[j] + from);
-            if constexpr (kSelected) product = equals<A<T>>(arg[j] + from, number[j]) ? product : Vec<A<T>>{};
+            Vec<A<T>> product = a[v] * load_wide(static_cast<const T*>(t.source[j]) + from);
+            if constexpr (kSelected) product = selection.lanes<A<T>, I>(j, from) ? product : Vec<A<T>>{};
             sum[v % kChains] += own.select(v, product);
           }
           for (int c = kChains - 1; c > 0; --c) sum[c - 1] += sum[c];
@@ -73,7 +75,7 @@ void dot_tiles(const DotTask<T>& t, const I* const* arg, const I* number, const 
   flush(last);
 }
 
-template <class T, class I>
+template <class S>
 void edge_dot(EdgeDotParams p, const Parallel& all) {
   if (!p.per_head && heads_adjoin(p.a, p.H, p.F) && heads_adjoin(p.b, p.H, p.F) &&
       heads_adjoin(p.arg, p.H, p.F)) {
@@ -84,48 +86,48 @@ void edge_dot(EdgeDotParams p, const Parallel& all) {
   const Cuts cuts(graph, p.H * p.F);
   const int64_t chunks = cuts.split.chunks;
   const Parallel parallel = all.worth(operations(graph, p.B, p.H, p.F));
-  const Nodes<T> rows(p.a, p.B, graph.rows, p.H, p.F, N<T>), nodes(p.b, p.B, p.M, p.H, p.F, N<T>);
-  const Nodes<I> args(p.arg, p.B, p.arg_of_rows ? graph.rows : p.M, p.H, p.F, N<T>);
-  const auto *row_scale = static_cast<const A<T>*>(p.row_scale),
-             *col_scale = static_cast<const A<T>*>(p.col_scale);
+  const int64_t bytes = size_of(p.a.dtype);
+  const Nodes rows(p.a, bytes, p.B, graph.rows, p.H, p.F, N<S>);
+  const Nodes nodes(p.b, bytes, p.B, p.M, p.H, p.F, N<S>);
+  const Nodes args(p.arg, graph.wide ? 8 : 4, p.B, p.arg_of_rows ? graph.rows : p.M, p.H, p.F, N<S>);
+  const auto *row_scale = static_cast<const S*>(p.row_scale), *col_scale = static_cast<const S*>(p.col_scale);
   const int64_t columns = p.per_head ? p.H : 1;
-  A<T>* out = static_cast<A<T>*>(p.out.data);
+  S* out = static_cast<S*>(p.out.data);
 
   for_each_task(parallel, chunks, [&](int64_t k, int) {
     Arena::Scope scope(thread_arena());
     const Chunk chunk(cuts, k);
-    const int64_t edges = chunk.edges(), first = chunk.from.edge, padded = round_up(edges, N<T>);
+    const int64_t edges = chunk.edges(), first = chunk.from.edge, padded = round_up(edges, N<S>);
     if (edges == 0) return;
-    const T** source = scope.arena.take<const T*>(edges + kPadding);
-    A<T>* dots = scope.arena.take_zero<A<T>>(columns * padded);
-    const I** arg = p.arg.data ? scope.arena.take<const I*>(edges + kPadding) : nullptr;
-    I* number = scope.arena.take<I>(edges);
-    for (int64_t i = 0; i < edges; ++i) number[i] = edge_number<I>(graph, first + i);
+    const void** source = scope.arena.take<const void*>(edges + kPadding);
+    S* dots = scope.arena.take_zero<S>(columns * padded);
+    Selection selection;
+    if (p.arg.data) selection.take(scope.arena, chunk, graph);
     for (int64_t b = 0; b < p.B; ++b)
       for (int64_t h = 0; h < p.H; ++h) {
-        point<I, T>(chunk, graph, nodes.plane(b, h), source);
-        if (arg)
-          p.arg_of_rows ? point_at_rows<I>(chunk, args.plane(b, h), arg)
-                        : point<I, I>(chunk, graph, args.plane(b, h), arg);
-        const DotTask<T> t{chunk, p.F, rows.plane(b, h), source, dots + (p.per_head ? h : 0) * padded};
-        if (arg) {
-          using Sizes = typename If<kUsual<T, I>, FewWidths, OneWidth>::type;
-          for_each_width<T>(Sizes{}, p.F, [&](const Tiles& tiles, auto V) {
-            dot_tiles<T, I, V, true>(t, arg, number, tiles);
-          });
-        } else {
-          for_each_width<T>(typename WidthsOf<T>::type{}, p.F, [&](const Tiles& tiles, auto V) {
-            dot_tiles<T, int32_t, V, false>(t, nullptr, nullptr, tiles);
-          });
-        }
+        point(chunk, graph, nodes.plane(b, h), source);
+        if (p.arg.data) selection.point_to(chunk, graph, args.plane(b, h), p.arg_of_rows);
+        const DotTask<S> t{chunk, p.F, rows.plane(b, h), source, dots + (p.per_head ? h : 0) * padded};
+        with_dtype_of<S>(p.a.dtype, [&]<class T>(T) {
+          if (p.arg.data)
+            with_compared_index<T>(graph.wide, FewWidths{}, [&]<class I>(I, auto some) {
+              for_each_width<T>(some, p.F, [&](const Tiles& tiles, auto V) {
+                dot_tiles<T, I, V, true>(t, selection, tiles);
+              });
+            });
+          else
+            for_each_width<T>(AllowedWidths<T>{}, p.F, [&](const Tiles& tiles, auto V) {
+              dot_tiles<T, int32_t, V, false>(t, {}, tiles);
+            });
+        });
       }
-    const I* col = static_cast<const I*>(graph.col);
     for (RowCursor at(cuts.split, chunk.from, chunk.to); at.next();)
       for (int64_t e = at.begin; e < at.end; ++e) {
-        const A<T> scale =
-            (row_scale ? row_scale[at.row] : A<T>(1)) * (col_scale ? col_scale[col[e]] : A<T>(1));
+        const S scale =
+            (row_scale ? row_scale[at.row] : S(1)) * (col_scale ? col_scale[other_end(graph, e)] : S(1));
+        const int64_t number = edge_number(graph, e);
         for (int64_t c = 0; c < columns; ++c)
-          out[int64_t(number[e - first]) * columns + c] = scale * dots[c * padded + e - first];
+          out[number * columns + c] = scale * dots[c * padded + e - first];
       }
   });
 }

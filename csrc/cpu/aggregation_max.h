@@ -6,25 +6,26 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-template <class T, class I>
+// Where rows of results lie: what was found, and the edges that it was found at, or null.
+struct MaxRows {
+  char *out, *arg;
+  FASTATTN_INLINE MaxRows row(int64_t row, int64_t bytes, int64_t arg_bytes) const {
+    return {out + row * bytes, arg ? arg + row * arg_bytes : nullptr};
+  }
+};
+template <class S>
 struct MaxTask {
   const Chunk& chunk;
   const GraphView& graph;
   int64_t F;
-  const T** source;         // per edge of the chunk
-  const A<T>* weight;       // likewise, negative for the smallest; null = 1
-  const Int<A<T>>* number;  // likewise: the caller's number of the edge, or its place in the chunk
-  A<T> sign;
-  T* out;  // row n at n * out_stride
-  I* arg;  // likewise, or null: then `number` and the partial args are null too
-  int64_t out_stride;
-  A<T>*head, *tail;  // of divided rows
-  I *head_arg, *tail_arg;
+  const void** source;   // per edge of the chunk
+  const S* weight;       // likewise, negative for the smallest; null = 1
+  const Int<S>* number;  // likewise: the caller's number of the edge, or where that does not fit into a lane
+                         // its place in the chunk; null: not wanted
+  S sign;
+  MaxRows rows, head, tail;  // of divided rows, whose partial results are of S
+  int64_t bytes, arg_bytes;  // from row to row
 };
-
-// An edge's number stands in a lane of A where it fits into one; otherwise its place in the chunk does.
-template <class T, class I>
-constexpr bool kNumbersFit = sizeof(I) <= sizeof(A<T>);
 
 template <class A, bool kArg>
 FASTATTN_INLINE void take_larger(Vec<A>& best, Vec<Int<A>>& arg, Vec<A> x, Vec<Int<A>> number) {
@@ -48,59 +49,65 @@ FASTATTN_INLINE void take_larger(Vec<A>& best, Vec<Int<A>>& arg, Vec<A> x, Vec<I
 #endif
 }
 
-template <int V, class T, class I>
-FASTATTN_INLINE void store_arg(const MaxTask<T, I>& t, I* to, Vec<Int<A<T>>> arg) {
-  typedef I Indices __attribute__((vector_size(N<T> * sizeof(I))));
-  Indices numbers = __builtin_convertvector(arg, Indices);
-  if constexpr (!kNumbersFit<T, I>) {
-    const int64_t first = t.chunk.from.edge;
-    for (int i = 0; i < N<T>; ++i)
-      numbers[i] = numbers[i] < 0 ? I(-1) : edge_number<I>(t.graph, first + numbers[i]);
-  }
-  if (V > 1 || t.F >= N<T>)
+// From places in the chunk to the caller's numbers; none stays none.
+template <class Numbers, class S>
+__attribute__((noinline)) void number_places(const MaxTask<S>& t, Numbers& numbers) {
+  for (int i = 0; i < N<S>; ++i)
+    numbers[i] = numbers[i] < 0 ? -1 : edge_number(t.graph, t.chunk.from.edge + numbers[i]);
+}
+template <int V, class I, class S>
+FASTATTN_INLINE void store_arg(const MaxTask<S>& t, I* to, Vec<Int<S>> arg) {
+  typedef I Numbers __attribute__((vector_size(N<S> * sizeof(I))));
+  Numbers numbers = __builtin_convertvector(arg, Numbers);
+  if constexpr (sizeof(I) > sizeof(S)) number_places(t, numbers);
+  if (V > 1 || t.F >= N<S>)
     std::memcpy(to, &numbers, sizeof numbers);
   else
-    copy_some<N<T>>(to, reinterpret_cast<const I*>(&numbers), t.F);
+    copy_some<N<S>>(to, reinterpret_cast<const I*>(&numbers), t.F);
 }
 
-template <class T, class I, int V, bool kWeighted>
-FASTATTN_INLINE Vec<A<T>> message(const MaxTask<T, I>& t, const Tile& tile, int64_t i, int v) {
-  const Vec<A<T>> x = load_wide(t.source[i] + vector_at<V, T>(tile, v));
+template <class T, int V, bool kWeighted>
+FASTATTN_INLINE Vec<A<T>> message(const MaxTask<A<T>>& t, const Tile& tile, int64_t i, int v) {
+  const Vec<A<T>> x = load_wide(static_cast<const T*>(t.source[i]) + vector_at<V, T>(tile, v));
   return kWeighted ? t.weight[i] * x : x;
 }
 
-template <class T, class I, int V, bool kWeighted, bool kArg>
-FASTATTN_INLINE void finish_max(const MaxTask<T, I>& t, const Tile& tile, int64_t row, RowPart part,
+template <class T, int V, bool kWeighted, bool kArg>
+FASTATTN_INLINE void finish_max(const MaxTask<A<T>>& t, const Tile& tile, int64_t row, RowPart part,
                                 const Vec<A<T>> (&best)[V], const Vec<Int<A<T>>> (&arg)[V]) {
-  I* arg_row = kArg ? t.arg + row * t.out_stride : nullptr;
+  MaxRows to = part == RowPart::head ? t.head : t.tail;
   if (part == RowPart::whole) {
-    T* out_row = t.out + row * t.out_stride;
+    to = t.rows.row(row, t.bytes, t.arg_bytes);
     for (int v = 0; v < V; ++v)
-      store_features<V>(out_row + vector_at<V, T>(tile, v), t.F, kWeighted ? best[v] * t.sign : best[v]);
+      store_features<V>(reinterpret_cast<T*>(to.out) + vector_at<V, T>(tile, v), t.F,
+                        kWeighted ? best[v] * t.sign : best[v]);
   } else {
-    A<T>* partial = part == RowPart::head ? t.head : t.tail;
-    arg_row = part == RowPart::head ? t.head_arg : t.tail_arg;
-    for (int v = 0; v < V; ++v) store_features<V>(partial + vector_at<V, T>(tile, v), t.F, best[v]);
+    for (int v = 0; v < V; ++v)
+      store_features<V>(reinterpret_cast<A<T>*>(to.out) + vector_at<V, T>(tile, v), t.F, best[v]);
   }
-  for (int v = 0; kArg && v < V; ++v) store_arg<V>(t, arg_row + vector_at<V, T>(tile, v), arg[v]);
+  if constexpr (kArg)
+    with_index(t.graph.wide, [&]<class I>(I) {
+      for (int v = 0; v < V; ++v)
+        store_arg<V>(t, reinterpret_cast<I*>(to.arg) + vector_at<V, T>(tile, v), arg[v]);
+    });
 }
 
 // The extremes of edges that follow each other, none of them taken yet.
-template <class T, class I, int V, bool kWeighted, bool kArg>
+template <class T, int V, bool kWeighted, bool kArg>
 struct Extremes {
   Vec<A<T>> best[V];
   Vec<Int<A<T>>> arg[V];
 
-  FASTATTN_INLINE void begin(const MaxTask<T, I>& t, const Tile& tile, int64_t i) {
+  FASTATTN_INLINE void begin(const MaxTask<A<T>>& t, const Tile& tile, int64_t i) {
     for (int v = 0; v < V; ++v) {
-      best[v] = message<T, I, V, kWeighted>(t, tile, i, v);
+      best[v] = message<T, V, kWeighted>(t, tile, i, v);
       if (kArg) arg[v] = Vec<Int<A<T>>>{} + t.number[i];
     }
   }
-  FASTATTN_INLINE void take(const MaxTask<T, I>& t, const Tile& tile, int64_t i, int64_t ahead) {
-    prefetch<V * N<T>>(t.source[i + ahead] + tile.begin);
+  FASTATTN_INLINE void take(const MaxTask<A<T>>& t, const Tile& tile, int64_t i, int64_t ahead) {
+    prefetch<V * N<T>, T>(t.source[i + ahead], tile.begin);
     for (int v = 0; v < V; ++v)
-      take_larger<A<T>, kArg>(best[v], arg[v], message<T, I, V, kWeighted>(t, tile, i, v),
+      take_larger<A<T>, kArg>(best[v], arg[v], message<T, V, kWeighted>(t, tile, i, v),
                               Vec<Int<A<T>>>{} + (kArg ? t.number[i] : 0));
   }
   FASTATTN_INLINE void take(const Extremes& later) {
@@ -108,8 +115,8 @@ struct Extremes {
   }
 };
 
-template <class T, class I, int V, bool kWeighted, bool kArg>
-__attribute__((noinline)) void max_tiles(const MaxTask<T, I>& t, const Tiles tiles) {
+template <class T, int V, bool kWeighted, bool kArg>
+__attribute__((noinline)) void max_tiles(const MaxTask<A<T>>& t, const Tiles tiles) {
   // A comparison waits for the one before it. With few vectors a row, parts of a long row take turns.
   constexpr int kChains = V == 1 ? 4 : V == 2 ? 2 : 1;
   constexpr int64_t kLong = 8 * kChains;
@@ -119,7 +126,7 @@ __attribute__((noinline)) void max_tiles(const MaxTask<T, I>& t, const Tiles til
       const Tile tile = tiles.at<T>(k);
       const int64_t end = at.end - first;
       int64_t i = at.begin - first;
-      Extremes<T, I, V, kWeighted, kArg> chains[kChains];
+      Extremes<T, V, kWeighted, kArg> chains[kChains];
       if (kChains > 1 && end - i >= kLong) {
         const int64_t part = (end - i) / kChains;
         for (int c = 0; c < kChains; ++c) chains[c].begin(t, tile, i + c * part);
@@ -129,15 +136,15 @@ __attribute__((noinline)) void max_tiles(const MaxTask<T, I>& t, const Tiles til
         i += kChains * part;
       } else {
         chains[0].begin(t, tile, i);
-        prefetch<V * N<T>>(t.source[i + ahead] + tile.begin);
+        prefetch<V * N<T>, T>(t.source[i + ahead], tile.begin);
         ++i;
       }
       for (; i < end; ++i) chains[0].take(t, tile, i, ahead);
-      finish_max<T, I, V, kWeighted, kArg>(t, tile, at.row, at.part, chains[0].best, chains[0].arg);
+      finish_max<T, V, kWeighted, kArg>(t, tile, at.row, at.part, chains[0].best, chains[0].arg);
     }
 }
 
-template <class T, class I, bool kArg>
+template <class S>
 void max_over_edges(AggregateMaxParams p, const Parallel& all) {
   if ((!p.edge_weight.data || p.edge_weight.stride[1] == 0) && heads_adjoin(p.x, p.H, p.F)) {
     p.F *= p.H;
@@ -147,60 +154,64 @@ void max_over_edges(AggregateMaxParams p, const Parallel& all) {
   const Cuts cuts(graph, p.H * p.F);
   const int64_t chunks = cuts.split.chunks;
   const Parallel parallel = all.worth(operations(graph, p.B, p.H, p.F));
-  const bool weighted = p.edge_weight.data || p.minimum || !(kUsual<T, I> && kFrequent<T>);
-  const A<T> sign = p.minimum ? -1 : 1;
-  const Nodes<T> nodes(p.x, p.B, p.M, p.H, p.F, N<T>);
+  const bool weighted = p.edge_weight.data || p.minimum || !is_frequent(p.x.dtype);
+  const S sign = p.minimum ? -1 : 1;
+  const int64_t bytes = size_of(p.x.dtype), arg_bytes = graph.wide ? 8 : 4;
+  const Nodes nodes(p.x, bytes, p.B, p.M, p.H, p.F, N<S>);
   const int64_t partials = p.B * p.H * cuts.slots * p.F;
-  Buffer<A<T>> partial(partials);
-  Buffer<I> partial_arg(kArg ? partials : 0);
+  Buffer<S> partial(partials);
+  Buffer<char> partial_arg(p.arg ? partials * arg_bytes : 0);
   const auto partial_at = [&](int64_t plane, int64_t slot) { return (plane * cuts.slots + slot) * p.F; };
   const auto out_at = [&](int64_t plane) { return (plane / p.H * graph.rows * p.H + plane % p.H) * p.F; };
-  T* out = static_cast<T*>(p.out.data);
-  I* arg = static_cast<I*>(p.arg);
+  const MaxRows out{static_cast<char*>(p.out.data), static_cast<char*>(p.arg)};
+  const MaxRows parts{reinterpret_cast<char*>(partial.data()), partial_arg.data()};
 
   for_each_task(parallel, p.B * chunks, [&](int64_t task, int) {
     Arena::Scope scope(thread_arena());
     const int64_t b = task / chunks, k = task % chunks;
     const Chunk chunk(cuts, k);
     const int64_t edges = chunk.edges();
-    const int64_t width = p.H * p.F, start = b * graph.rows * width;
-    fill_empty_rows(chunk, out + start, width, 0);
-    if (kArg) fill_empty_rows(chunk, arg + start, width, 0xff);  // -1
-    const T** source = scope.arena.take<const T*>(edges + kPadding);
-    A<T>* weight = weighted ? scope.arena.take<A<T>>(edges) : nullptr;
-    auto* number = kArg ? scope.arena.take<Int<A<T>>>(edges) : nullptr;
-    for (int64_t i = 0; kArg && i < edges; ++i)
-      number[i] = kNumbersFit<T, I> ? Int<A<T>>(edge_number<I>(graph, chunk.from.edge + i)) : Int<A<T>>(i);
+    const int64_t width = p.H * p.F;
+    const MaxRows start = out.row(b * graph.rows, width * bytes, width * arg_bytes);
+    fill_empty_rows(chunk, start.out, width * bytes, 0);
+    if (p.arg) fill_empty_rows(chunk, start.arg, width * arg_bytes, 0xff);  // -1
+    const void** source = scope.arena.take<const void*>(edges + kPadding);
+    S* weight = weighted ? scope.arena.take<S>(edges) : nullptr;
+    auto* number = p.arg ? scope.arena.take<Int<S>>(edges) : nullptr;
+    if (number && sizeof(Int<S>) < size_t(arg_bytes))
+      for (int64_t i = 0; i < edges; ++i) number[i] = Int<S>(i);
+    else if (number)
+      number_edges(chunk, graph, number);
     for (int64_t h = 0; h < p.H; ++h) {
-      const int64_t plane = b * p.H + h, head = partial_at(plane, cuts.head(k)),
-                    tail = partial_at(plane, cuts.tail(k)), at = out_at(plane);
-      point<I, T>(chunk, graph, nodes.plane(b, h), source);
+      const int64_t plane = b * p.H + h;
+      point(chunk, graph, nodes.plane(b, h), source);
       if (weight && (h == 0 || p.edge_weight.stride[1]))
-        weigh<T, I>(chunk, graph, p.edge_weight, h, nullptr, sign, weight);
-      const MaxTask<T, I> t{chunk,
-                            graph,
-                            p.F,
-                            source,
-                            weight,
-                            number,
-                            sign,
-                            out + at,
-                            kArg ? arg + at : nullptr,
-                            p.H * p.F,
-                            partial.data() + head,
-                            partial.data() + tail,
-                            kArg ? partial_arg.data() + head : nullptr,
-                            kArg ? partial_arg.data() + tail : nullptr};
-      if (weighted) {
-        using Sizes = typename If<kUsual<T, I>, FewWidths, OneWidth>::type;
-        for_each_width<T>(Sizes{}, p.F,
-                          [&](const Tiles& tiles, auto V) { max_tiles<T, I, V, true, kArg>(t, tiles); });
-      } else if constexpr (kUsual<T, I> && kFrequent<T>) {
-        // A value and an edge number in registers for each vector.
-        using Sizes = typename If<kVectorRegisters == 32, AllWidths, Widths<1, 2, 4>>::type;
-        for_each_width<T>(Sizes{}, p.F,
-                          [&](const Tiles& tiles, auto V) { max_tiles<T, I, V, false, kArg>(t, tiles); });
-      }
+        weigh<S>(chunk, graph, p.edge_weight, h, nullptr, sign, weight);
+      const MaxTask<S> t{chunk,
+                         graph,
+                         p.F,
+                         source,
+                         weight,
+                         number,
+                         sign,
+                         out.row(out_at(plane), bytes, arg_bytes),
+                         parts.row(partial_at(plane, cuts.head(k)), sizeof(S), arg_bytes),
+                         parts.row(partial_at(plane, cuts.tail(k)), sizeof(S), arg_bytes),
+                         width * bytes,
+                         width * arg_bytes};
+      with_dtype_of<S>(p.x.dtype, [&]<class T>(T) {
+        const auto run = [&]<bool kWeighted>(auto widths) {
+          for_each_width<T>(widths, p.F, [&](const Tiles& tiles, auto V) {
+            number ? max_tiles<T, V, kWeighted, true>(t, tiles) : max_tiles<T, V, kWeighted, false>(t, tiles);
+          });
+        };
+        if constexpr (kFrequent<T>)
+          if (!weighted) {  // a value and an edge number in registers for each vector
+            using Free = std::conditional_t<kVectorRegisters == 32, AllWidths, Widths<1, 2, 4>>;
+            return run.template operator()<false>(Free{});
+          }
+        run.template operator()<true>(FewWidths{});
+      });
     }
   });
 
@@ -209,17 +220,23 @@ void max_over_edges(AggregateMaxParams p, const Parallel& all) {
     const auto next = [&](int64_t, int64_t k) {
       const int64_t head = partial_at(plane, cuts.head(k));
       for (int64_t f = 0; f < p.F; ++f) {
-        A<T>& old = partial.data()[best + f];
-        const A<T> x = partial.data()[head + f];
+        S& old = partial.data()[best + f];
+        const S x = partial.data()[head + f];
         if (!(x > old || (x != x && old == old))) continue;
         old = x;
-        if (kArg) partial_arg.data()[best + f] = partial_arg.data()[head + f];
+        if (p.arg)
+          std::memcpy(partial_arg.data() + (best + f) * arg_bytes,
+                      partial_arg.data() + (head + f) * arg_bytes, size_t(arg_bytes));
       }
     };
     const auto last = [&](int64_t row) {
       const int64_t at = out_at(plane) + row * p.H * p.F;
-      for (int64_t f = 0; f < p.F; ++f) round_to(out + at + f, sign * partial.data()[best + f]);
-      if (kArg) std::memcpy(arg + at, partial_arg.data() + best, size_t(p.F) * sizeof(I));
+      const MaxRows to = out.row(at, bytes, arg_bytes), from = parts.row(best, sizeof(S), arg_bytes);
+      with_dtype_of<S>(p.x.dtype, [&]<class T>(T) {
+        for (int64_t f = 0; f < p.F; ++f)
+          round_to(reinterpret_cast<T*>(to.out) + f, sign * partial.data()[best + f]);
+      });
+      if (p.arg) std::memcpy(to.arg, from.arg, size_t(p.F * arg_bytes));
     };
     for_each_divided_row(
         cuts.split, cuts.at.data(), [&](int64_t, int64_t k) { best = partial_at(plane, cuts.tail(k)); }, next,

@@ -14,6 +14,9 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
+// The alphabet of these kernels. T is the dtype of features, A<T> what they are summed in. Drivers are
+// compiled once for each of the latter, S: only the loops over vectors know features' dtype, and whether the
+// indices that they compare are wide.
 template <class T>
 using A = typename AccumulatorOf<T>::type;
 template <class T>
@@ -33,6 +36,7 @@ using FewWidths = Widths<1, 4>;
 using OneWidth = Widths<1>;
 template <class T>
 constexpr bool kFrequent = kSame<T, float> || kSame<T, bf16>;
+inline bool is_frequent(DType dtype) { return dtype == DType::f32 || dtype == DType::bf16; }
 template <class T>
 struct WidthsOf {
   using type = FewWidths;
@@ -45,17 +49,8 @@ template <>
 struct WidthsOf<bf16> {
   using type = AllWidths;
 };
-// Edges are usually numbered by integers as wide as the lanes.
-template <class T, class I>
-constexpr bool kUsual = sizeof(I) == sizeof(A<T>);
-template <bool kCondition, class X, class Y>
-struct If {
-  using type = X;
-};
-template <class X, class Y>
-struct If<false, X, Y> {
-  using type = Y;
-};
+template <class T>
+using AllowedWidths = typename WidthsOf<T>::type;
 
 // Vectors overlap at the end of a row where F is no multiple of the lanes, or the tile one vector wider than
 // need be: what is computed twice is the same twice. Fewer features than lanes are one vector, read over the
@@ -120,52 +115,50 @@ FASTATTN_INLINE bool heads_adjoin(const View& v, int64_t H, int64_t F) {
   return !v.data || H <= 1 || v.stride[2] == F;
 }
 
-// The rows of one tensor (B, nodes, H, F), readable for a whole vector of `lanes` elements each. Of the last
-// few nodes, where that would leave the tensor, there are padded copies.
-template <class E>
+// The rows of one tensor (B, nodes, H, F), `bytes` to an element, readable for a whole vector of `lanes`
+// elements each. Of the last few nodes, where that would leave the tensor, there are padded copies.
 class Nodes {
  public:
-  Nodes(const View& v, int64_t B, int64_t nodes, int64_t H, int64_t F, int64_t lanes)
+  Nodes(const View& v, int64_t bytes, int64_t B, int64_t nodes, int64_t H, int64_t F, int64_t lanes)
       : v_(v),
+        bytes_(bytes),
         H_(H),
-        lanes_(lanes),
-        stride_(v.stride[1]),
+        size_(lanes * bytes),
+        stride_(v.stride[1] * bytes),
         copies_(!v.data || F >= lanes ? 0
-                : stride_             ? min(nodes, (lanes - F + stride_ - 1) / stride_)
+                : stride_             ? min(nodes, ((lanes - F) * bytes + stride_ - 1) / stride_)
                                       : min(nodes, 1)),
         safe_(stride_   ? nodes - copies_
               : copies_ ? 0
                         : nodes),
-        padded_(B * H * copies_ * lanes) {
+        padded_(B * H * copies_ * size_) {
     if (!copies_) return;
+    std::memset(padded_.data(), 0, size_t(B * H * copies_ * size_));
     for (int64_t plane = 0; plane < B * H; ++plane)
-      for (int64_t i = 0; i < copies_; ++i) {
-        E* to = padded_.data() + (plane * copies_ + i) * lanes;
-        std::memset(static_cast<void*>(to), 0, size_t(lanes) * sizeof(E));
-        std::memcpy(static_cast<void*>(to), start(plane / H, plane % H) + (safe_ + i) * stride_,
-                    size_t(F) * sizeof(E));
-      }
+      for (int64_t i = 0; i < copies_; ++i)
+        std::memcpy(padded_.data() + (plane * copies_ + i) * size_,
+                    start(plane / H, plane % H) + (safe_ + i) * stride_, size_t(F * bytes));
   }
   // Pointers to the rows of head h of batch b.
   struct Plane {
-    const E *data, *padded;  // null: none are needed
+    const char *data, *padded;  // null: none are needed
     int64_t stride, padded_stride, safe;
-    FASTATTN_INLINE const E* operator[](int64_t node) const {
+    FASTATTN_INLINE const void* operator[](int64_t node) const {
       return node < safe ? data + node * stride : padded + (node - safe) * padded_stride;
     }
   };
   Plane plane(int64_t b, int64_t h) const {
-    const E* padded = copies_ ? padded_.data() + (b * H_ + h) * copies_ * lanes_ : nullptr;
-    return {start(b, h), padded, stride_, stride_ ? lanes_ : 0, safe_};
+    const char* padded = copies_ ? padded_.data() + (b * H_ + h) * copies_ * size_ : nullptr;
+    return {start(b, h), padded, stride_, stride_ ? size_ : 0, safe_};
   }
 
  private:
-  const E* start(int64_t b, int64_t h) const {
-    return static_cast<const E*>(v_.data) + b * v_.stride[0] + h * v_.stride[2];
+  const char* start(int64_t b, int64_t h) const {
+    return static_cast<const char*>(v_.data) + (b * v_.stride[0] + h * v_.stride[2]) * bytes_;
   }
   const View& v_;
-  int64_t H_, lanes_, stride_, copies_, safe_;
-  Buffer<E> padded_;
+  int64_t bytes_, H_, size_, stride_, copies_, safe_;
+  Buffer<char> padded_;
 };
 
 // How many edges ahead rows are fetched: so many that additions in registers last as long as memory takes.
@@ -177,10 +170,12 @@ FASTATTN_INLINE int64_t edges_ahead(int64_t width) {
 }
 constexpr int64_t kPadding = 32;  // edges_ahead at most
 
+// Elements [begin, begin + kCount) of a row.
 template <int kCount, class E>
-FASTATTN_INLINE void prefetch(const E* row) {
+FASTATTN_INLINE void prefetch(const void* row, int64_t begin) {
   constexpr int kBytes = kCount * int(sizeof(E));
-  for (int byte = 0; byte < kBytes; byte += 64) __builtin_prefetch(reinterpret_cast<const char*>(row) + byte);
+  const char* p = reinterpret_cast<const char*>(static_cast<const E*>(row) + begin);
+  for (int byte = 0; byte < kBytes; byte += 64) __builtin_prefetch(p + byte);
 }
 
 // In the time that waiting for memory takes, a core could do some hundred operations per edge and some more
@@ -225,62 +220,65 @@ struct Chunk {
   int64_t edges() const { return to.edge - from.edge; }
 };
 
-// `byte` throughout the rows, `width` elements each, that no edge of a chunk enters. Rows of a cache line or
+// `byte` throughout the rows, `width` bytes each, that no edge of a chunk enters. Rows of a cache line or
 // less are sooner written than looked for: those with edges get what they hold afterwards.
-template <class E>
-void fill_empty_rows(const Chunk& chunk, E* rows, int64_t width, int byte) {
+inline void fill_empty_rows(const Chunk& chunk, void* rows, int64_t width, int byte) {
   const auto fill = [&](int64_t first, int64_t last) {
-    std::memset(static_cast<void*>(rows + first * width), byte, size_t((last - first) * width) * sizeof(E));
+    std::memset(static_cast<char*>(rows) + first * width, byte, size_t((last - first) * width));
   };
-  width* int64_t(sizeof(E)) <= 64 ? fill(chunk.from.row, chunk.to.row)
-                                  : for_each_empty_run(chunk.split, chunk.from, chunk.to, fill);
+  width <= 64 ? fill(chunk.from.row, chunk.to.row)
+              : for_each_empty_run(chunk.split, chunk.from, chunk.to, fill);
 }
 
 // What it takes to read a row for every edge of a chunk. Some pointers follow the last edge's, to be
 // prefetched.
-template <class I, class E>
-__attribute__((noinline)) void point(const Chunk& chunk, const GraphView& graph,
-                                     const typename Nodes<E>::Plane& nodes, const E** to) {
-  const I* col = static_cast<const I*>(graph.col) + chunk.from.edge;
+__attribute__((noinline)) void point(const Chunk& chunk, const GraphView& graph, const Nodes::Plane& nodes,
+                                     const void** to) {
   const int64_t edges = chunk.edges();
-  if (!nodes.padded)
-    for (int64_t i = 0; i < edges; ++i) to[i] = nodes.data + col[i] * nodes.stride;
-  else
-    for (int64_t i = 0; i < edges; ++i) to[i] = nodes[col[i]];
+  with_index(graph.wide, [&]<class I>(I) {
+    const I* col = static_cast<const I*>(graph.col) + chunk.from.edge;
+    if (!nodes.padded)
+      for (int64_t i = 0; i < edges; ++i) to[i] = nodes.data + col[i] * nodes.stride;
+    else
+      for (int64_t i = 0; i < edges; ++i) to[i] = nodes[col[i]];
+  });
   for (int64_t i = edges; i < edges + kPadding; ++i) to[i] = edges ? to[edges - 1] : nullptr;
 }
 // The same for the rows' own nodes.
-template <class E>
-void point_at_rows(const Chunk& chunk, const typename Nodes<E>::Plane& nodes, const E** to) {
+inline void point_at_rows(const Chunk& chunk, const Nodes::Plane& nodes, const void** to) {
   for_each_row(chunk.split, chunk.from, chunk.to, [&](int64_t row, int64_t begin, int64_t end, RowPart) {
     if (begin < end) std::fill(to + begin - chunk.from.edge, to + end - chunk.from.edge, nodes[row]);
   });
 }
 
-// The caller's number of an edge.
-template <class I>
-FASTATTN_INLINE I edge_number(const GraphView& graph, int64_t edge) {
-  return graph.perm ? static_cast<const I*>(graph.perm)[edge] : I(edge);
+// The caller's numbers of the edges of a chunk.
+template <class Number>
+__attribute__((noinline)) void number_edges(const Chunk& chunk, const GraphView& graph, Number* to) {
+  const int64_t edges = chunk.edges(), first = chunk.from.edge;
+  with_index(graph.wide, [&]<class I>(I) {
+    const I* perm = static_cast<const I*>(graph.perm);
+    for (int64_t i = 0; i < edges; ++i) to[i] = Number(perm ? perm[first + i] : first + i);
+  });
 }
 
 // weight[i] = sign * edge_weight[e, h] * col_scale[m] for the edges of a chunk.
-template <class T, class I>
+template <class S>
 __attribute__((noinline)) void weigh(const Chunk& chunk, const GraphView& graph, const View& edge_weight,
-                                     int64_t h, const void* col_scale, A<T> sign, A<T>* weight) {
-  const int64_t edges = chunk.edges(), first = chunk.from.edge;
-  const auto read = [&]<class W>(W) {
-    const W* own = static_cast<const W*>(edge_weight.data) + h * edge_weight.stride[1];
-    for (int64_t i = 0; i < edges; ++i)
-      weight[i] = sign * A<T>(to_float(own[edge_number<I>(graph, first + i) * edge_weight.stride[0]]));
-  };
-  if (!edge_weight.data)
-    std::fill(weight, weight + edges, sign);
-  else
-    edge_weight.dtype == (kSame<T, double> ? DType::f64 : DType::f32) ? read(A<T>{}) : read(T{});
-  if (!col_scale) return;
-  const I* col = static_cast<const I*>(graph.col) + first;
-  const A<T>* scale = static_cast<const A<T>*>(col_scale);
-  for (int64_t i = 0; i < edges; ++i) weight[i] *= scale[col[i]];
+                                     int64_t h, const void* col_scale, S sign, S* weight) {
+  const int64_t edges = chunk.edges(), first = chunk.from.edge, stride = edge_weight.stride[0];
+  with_index(graph.wide, [&]<class I>(I) {
+    const I *perm = static_cast<const I*>(graph.perm), *col = static_cast<const I*>(graph.col) + first;
+    if (edge_weight.data)
+      with_dtype_of<S>(edge_weight.dtype, [&]<class W>(W) {
+        const W* own = static_cast<const W*>(edge_weight.data) + h * edge_weight.stride[1];
+        for (int64_t i = 0; i < edges; ++i)
+          weight[i] = sign * S(to_float(own[(perm ? perm[first + i] : first + i) * stride]));
+      });
+    else
+      std::fill(weight, weight + edges, sign);
+    const S* scale = static_cast<const S*>(col_scale);
+    for (int64_t i = 0; scale && i < edges; ++i) weight[i] *= scale[col[i]];
+  });
 }
 
 FASTATTN_INLINE void round_to(float* p, float x) { *p = x; }
@@ -291,13 +289,40 @@ FASTATTN_INLINE void round_to(bf16* p, float x) {
   p->bits = x == x ? uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16) : uint16_t(0x7fc0u);
 }
 
-// Lanes where an index equals a number, as lanes of A.
-template <class A, class I>
-FASTATTN_INLINE Vec<Int<A>> equals(const I* p, I number) {
-  typedef I Indices __attribute__((vector_size(kLanes<A> * sizeof(I))));
-  Indices v;
-  __builtin_memcpy(&v, p, sizeof v);
-  return __builtin_convertvector(v == number, Vec<Int<A>>);
+// What the edges of a chunk read where an arg selects some of them, feature by feature.
+struct Selection {
+  const void** arg = nullptr;    // per edge of the chunk: a row
+  const void* number = nullptr;  // likewise: what the elements of the row are compared with
+
+  void take(Arena& arena, const Chunk& chunk, const GraphView& graph) {
+    arg = arena.take<const void*>(chunk.edges() + kPadding);
+    with_index(graph.wide, [&]<class I>(I) {
+      I* numbers = arena.take<I>(chunk.edges());
+      number_edges(chunk, graph, numbers);
+      number = numbers;
+    });
+  }
+  void point_to(const Chunk& chunk, const GraphView& graph, const Nodes::Plane& args, bool of_rows) const {
+    of_rows ? point_at_rows(chunk, args, arg) : point(chunk, graph, args, arg);
+  }
+  // Lanes [at, at + lanes of S) that edge i is selected for.
+  template <class S, class I>
+  FASTATTN_INLINE Vec<Int<S>> lanes(int64_t i, int64_t at) const {
+    typedef I Indices __attribute__((vector_size(kLanes<S> * sizeof(I))));
+    Indices v;
+    __builtin_memcpy(&v, static_cast<const I*>(arg[i]) + at, sizeof v);
+    return __builtin_convertvector(v == static_cast<const I*>(number)[i], Vec<Int<S>>);
+  }
+};
+// f(I{}, widths) for the kernels that compare: indices are usually as wide as lanes.
+template <class T, class Usual, class F>
+FASTATTN_INLINE void with_compared_index(bool wide, Usual usual, F&& f) {
+  with_index(wide, [&]<class I>(I i) {
+    if constexpr (sizeof(I) == sizeof(A<T>))
+      f(i, usual);
+    else
+      f(i, OneWidth{});
+  });
 }
 
 }  // namespace

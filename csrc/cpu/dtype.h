@@ -16,6 +16,10 @@ struct AccumulatorOf<double> {
   using type = double;
 };
 
+constexpr int64_t size_of(DType dtype) {
+  return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : dtype == DType::boolean ? 1 : 2;
+}
+
 // f(T{})
 template <class F>
 void with_dtype(DType dtype, F&& f) {

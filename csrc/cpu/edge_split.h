@@ -14,6 +14,18 @@ struct GraphView {
   bool wide;              // indices are int64_t
 };
 
+__attribute__((always_inline)) static inline int64_t index_at(const void* indices, bool wide, int64_t at) {
+  return wide ? static_cast<const int64_t*>(indices)[at] : static_cast<const int32_t*>(indices)[at];
+}
+// The node at the other end of the edge at a position of a graph's order, and the caller's number of the
+// edge.
+__attribute__((always_inline)) static inline int64_t other_end(const GraphView& graph, int64_t at) {
+  return index_at(graph.col, graph.wide, at);
+}
+__attribute__((always_inline)) static inline int64_t edge_number(const GraphView& graph, int64_t at) {
+  return graph.perm ? index_at(graph.perm, graph.wide, at) : at;
+}
+
 // Chunks of about `step` edges and rows together, so that rows without edges count too. Where a cut falls
 // into a short row it moves to the row's start; a long row is divided. The cuts depend on the graph alone:
 // results do not change with the number of threads.

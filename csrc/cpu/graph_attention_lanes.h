@@ -20,18 +20,7 @@ constexpr T kInf = T(__builtin_inf());
 
 constexpr int64_t kBlock = 64;  // edges: their rows of 128 fp32 channels fill half of a small L1 cache
 
-FASTATTN_INLINE int64_t index_at(const void* indices, bool wide, int64_t at) {
-  return wide ? static_cast<const int64_t*>(indices)[at] : static_cast<const int32_t*>(indices)[at];
-}
-// The node at the other end of the edge at a position of a graph's order, and the caller's number of the
-// edge.
-FASTATTN_INLINE int64_t other_end(const GraphView& graph, int64_t at) {
-  return index_at(graph.col, graph.wide, at);
-}
-FASTATTN_INLINE int64_t edge_number(const GraphView& graph, int64_t at) {
-  return graph.perm ? index_at(graph.perm, graph.wide, at) : at;
-}
-// Either of them for the edges of a block, as rows of a table.
+// The other ends or the numbers of the edges of a block, as rows of a table.
 struct TableRows {
   const void* indices;  // null: the positions themselves
   bool wide;
