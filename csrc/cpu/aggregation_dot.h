@@ -108,7 +108,7 @@ void edge_dot(EdgeDotParams p, const Parallel& all) {
         point(chunk, graph, nodes.plane(b, h), source);
         if (p.arg.data) selection.point_to(chunk, graph, args.plane(b, h), p.arg_of_rows);
         const DotTask<S> t{chunk, p.F, rows.plane(b, h), source, dots + (p.per_head ? h : 0) * padded};
-        with_dtype_of<S>(p.a.dtype, [&]<class T>(T) {
+        with_dtype_beside<S>(p.a.dtype, [&]<class T>(T) {
           if (p.arg.data)
             with_compared_index<T>(graph.wide, FewWidths{}, [&]<class I>(I, auto some) {
               for_each_width<T>(some, p.F, [&](const Tiles& tiles, auto V) {

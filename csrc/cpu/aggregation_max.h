@@ -199,7 +199,7 @@ void max_over_edges(AggregateMaxParams p, const Parallel& all) {
                          parts.row(partial_at(plane, cuts.tail(k)), sizeof(S), arg_bytes),
                          width * bytes,
                          width * arg_bytes};
-      with_dtype_of<S>(p.x.dtype, [&]<class T>(T) {
+      with_dtype_beside<S>(p.x.dtype, [&]<class T>(T) {
         const auto run = [&]<bool kWeighted>(auto widths) {
           for_each_width<T>(widths, p.F, [&](const Tiles& tiles, auto V) {
             number ? max_tiles<T, V, kWeighted, true>(t, tiles) : max_tiles<T, V, kWeighted, false>(t, tiles);
@@ -232,7 +232,7 @@ void max_over_edges(AggregateMaxParams p, const Parallel& all) {
     const auto last = [&](int64_t row) {
       const int64_t at = out_at(plane) + row * p.H * p.F;
       const MaxRows to = out.row(at, bytes, arg_bytes), from = parts.row(best, sizeof(S), arg_bytes);
-      with_dtype_of<S>(p.x.dtype, [&]<class T>(T) {
+      with_dtype_beside<S>(p.x.dtype, [&]<class T>(T) {
         for (int64_t f = 0; f < p.F; ++f)
           round_to(reinterpret_cast<T*>(to.out) + f, sign * partial.data()[best + f]);
       });

@@ -269,7 +269,7 @@ __attribute__((noinline)) void weigh(const Chunk& chunk, const GraphView& graph,
   with_index(graph.wide, [&]<class I>(I) {
     const I *perm = static_cast<const I*>(graph.perm), *col = static_cast<const I*>(graph.col) + first;
     if (edge_weight.data)
-      with_dtype_of<S>(edge_weight.dtype, [&]<class W>(W) {
+      with_dtype_beside<S>(edge_weight.dtype, [&]<class W>(W) {
         const W* own = static_cast<const W*>(edge_weight.data) + h * edge_weight.stride[1];
         for (int64_t i = 0; i < edges; ++i)
           weight[i] = sign * S(to_float(own[(perm ? perm[first + i] : first + i) * stride]));

@@ -136,7 +136,7 @@ void sum(AggregateSumParams p, const Parallel& all) {
       if (weight && (h == 0 || p.edge_weight.stride[1]))
         weigh<S>(chunk, graph, p.edge_weight, h, p.col_scale, 1, weight);
       if (p.arg.data) selection.point_to(chunk, graph, args.plane(b, h), p.arg_of_rows);
-      with_dtype_of<S>(p.x.dtype, [&]<class T>(T) {
+      with_dtype_beside<S>(p.x.dtype, [&]<class T>(T) {
         const AllowedWidths<T> widths;
         if (p.arg.data)
           with_compared_index<T>(graph.wide, widths, [&]<class I>(I, auto some) {
@@ -160,7 +160,7 @@ void sum(AggregateSumParams p, const Parallel& all) {
     };
     const auto last = [&](int64_t row) {
       const S scale = row_scale ? row_scale[row] : S(1);
-      with_dtype_of<S>(p.x.dtype, [&]<class T>(T) {
+      with_dtype_beside<S>(p.x.dtype, [&]<class T>(T) {
         T* out = reinterpret_cast<T*>(out_of(plane / p.H, plane % p.H) + row * p.H * p.F * bytes);
         for (int64_t f = 0; f < p.F; ++f) round_to(out + f, scale * total[f]);
       });

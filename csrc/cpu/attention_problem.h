@@ -2,6 +2,7 @@
 // query sees, and its query rows cut into tiles.
 #pragma once
 #include "attention.h"
+#include "dtype.h"
 #include "gemm.h"
 
 namespace fastattn::FASTATTN_ISA {
@@ -69,17 +70,6 @@ void with_products(DType dtype, F&& f) {
     f(double{});
   else
     f(float{});
-}
-// f(S{}) for a tensor beside T
-template <class T, class F>
-FASTATTN_INLINE void with_dtype_beside(DType dtype, F&& f) {
-  if constexpr (!kSame<T, float>) {
-    f(T{});
-  } else {
-    if (dtype == DType::f32) return f(float{});
-    if (dtype == DType::bf16) return f(bf16{});
-    f(f16{});
-  }
 }
 
 // b, h, i, j are a batch, query head, query row and key; hk is a key/value head.

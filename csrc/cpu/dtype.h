@@ -20,34 +20,16 @@ constexpr int64_t size_of(DType dtype) {
   return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : dtype == DType::boolean ? 1 : 2;
 }
 
-// f(T{})
-template <class F>
-void with_dtype(DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::f32:
-      return f(float{});
-    case DType::f64:
-      return f(double{});
-    case DType::bf16:
-      return f(bf16{});
-    default:
-      return f(f16{});
-  }
-}
-// The same for the dtypes whose elements are summed in A.
-template <class A, class F>
-FASTATTN_INLINE void with_dtype_of(DType dtype, F&& f) {
-  if constexpr (kSame<A, double>) {
-    f(double{});
+// f(S{}) for a tensor beside T, which products and sums are made of. Half precision has none of its own, but
+// for bf16 where T is that: it becomes float as it is read.
+template <class T, class F>
+FASTATTN_INLINE void with_dtype_beside(DType dtype, F&& f) {
+  if constexpr (!kSame<T, float>) {
+    f(T{});
   } else {
-    switch (dtype) {
-      case DType::f32:
-        return f(float{});
-      case DType::bf16:
-        return f(bf16{});
-      default:
-        return f(f16{});
-    }
+    if (dtype == DType::f32) return f(float{});
+    if (dtype == DType::bf16) return f(bf16{});
+    f(f16{});
   }
 }
 

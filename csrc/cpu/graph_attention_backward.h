@@ -131,7 +131,7 @@ template <class T>
 __attribute__((noinline)) void add_to_key(const BlockRows& queries, const ReluRows<T>& relu, const T* grads,
                                           int64_t padded, T* grad_key, void* grad_edge) {
   const Slots& slots = queries.slots;
-  with_dtype_of<T>(slots.dtype, [&]<class E>(E) {
+  with_dtype_beside<T>(slots.dtype, [&]<class E>(E) {
     for (int64_t s = 0; s < slots.count; ++s) {
       const int64_t offset = slots.offset(s), width = slots.width(s), head = slots.head(s);
       V<T> sum = load(grad_key + s * N<T>);
@@ -278,7 +278,7 @@ template <class T>
 __attribute__((noinline)) void add_to_query(const BlockRows& keys, const ReluRows<T>& relu, const T* grads,
                                             int64_t padded, T* grad_query, T* grad_att) {
   const Slots& slots = keys.slots;
-  with_dtype_of<T>(slots.dtype, [&]<class E>(E) {
+  with_dtype_beside<T>(slots.dtype, [&]<class E>(E) {
     for (int64_t s = 0; s < slots.count; ++s) {
       const int64_t offset = slots.offset(s), width = slots.width(s), head = slots.head(s);
       V<T> sum = load(grad_query + s * N<T>), att_sum = load(grad_att + s * N<T>);

@@ -54,7 +54,7 @@ FASTATTN_INLINE const E* row_of(const FeatureRows& rows, int64_t at) {
 }
 template <class T>
 __attribute__((noinline)) void unpack_row(const Slots& slots, const FeatureRows& rows, int64_t at, T* to) {
-  with_dtype_of<T>(slots.dtype, [&]<class E>(E) {
+  with_dtype_beside<T>(slots.dtype, [&]<class E>(E) {
     const E* row = row_of<E>(rows, at);
     for (int64_t s = 0; s < slots.count; ++s)
       store(to + s * N<T>, load_part<T>(row + slots.offset(s), slots.width(s)));
@@ -64,7 +64,7 @@ __attribute__((noinline)) void unpack_row(const Slots& slots, const FeatureRows&
 template <class T>
 __attribute__((noinline)) void pack_row(const Slots& slots, const T* from, const T* factor, void* rows,
                                         int64_t at) {
-  with_dtype_of<T>(slots.dtype, [&]<class E>(E) {
+  with_dtype_beside<T>(slots.dtype, [&]<class E>(E) {
     E* row = static_cast<E*>(rows) + at * slots.H * slots.C;
     for (int64_t s = 0; s < slots.count; ++s) {
       V<T> v = load(from + s * N<T>);
@@ -77,7 +77,7 @@ __attribute__((noinline)) void pack_row(const Slots& slots, const T* from, const
 template <class T>
 __attribute__((noinline)) void row_products(const Slots& slots, const FeatureRows& a, const FeatureRows& b,
                                             int64_t at, T* to) {
-  with_dtype_of<T>(slots.dtype, [&]<class E>(E) {
+  with_dtype_beside<T>(slots.dtype, [&]<class E>(E) {
     const E *left = row_of<E>(a, at), *right = row_of<E>(b, at);
     for (int64_t h = 0, s = 0; h < slots.H; ++h) {
       V<T> sum{};
@@ -164,7 +164,7 @@ inline void head_sums_of(const BlockRows& rows, const HeadLanes<T>& lanes, bool 
 template <class T>
 __attribute__((noinline)) void head_products(const BlockRows& rows, const HeadLanes<T>& lanes, bool first_use,
                                              const T* own, T* to) {
-  with_dtype_of<T>(rows.slots.dtype, [&]<class E>(E) {
+  with_dtype_beside<T>(rows.slots.dtype, [&]<class E>(E) {
     head_sums_of<E>(
         rows, lanes, first_use,
         [&](int64_t, int64_t slot, V<T> v)
@@ -205,7 +205,7 @@ template <class T>
 __attribute__((noinline)) void add_visible(const BlockRows& rows, const T* weights, int64_t padded,
                                            const T* marks, T hidden, T* sums) {
   const Slots& slots = rows.slots;
-  with_dtype_of<T>(slots.dtype, [&]<class E>(E) {
+  with_dtype_beside<T>(slots.dtype, [&]<class E>(E) {
     for (int64_t s = 0; s < slots.count; ++s) {
       const int64_t offset = slots.offset(s), width = slots.width(s), head = slots.head(s);
       V<T> sum = load(sums + s * N<T>);
@@ -221,7 +221,7 @@ template <class T>
 __attribute__((noinline)) void add_weighted(const BlockRows& rows, bool first_use, const T* weights,
                                             int64_t padded, T* sums) {
   const Slots& slots = rows.slots;
-  with_dtype_of<T>(slots.dtype, [&]<class E>(E) {
+  with_dtype_beside<T>(slots.dtype, [&]<class E>(E) {
     int64_t s = 0;
     const auto tiles = [&]<int kSlots>(std::integral_constant<int, kSlots>) {
       for (; s + kSlots <= slots.count; s += kSlots)

@@ -43,7 +43,7 @@ struct ReluRows {
 template <class T>
 __attribute__((noinline)) void relu_products(const BlockRows& rows, const HeadLanes<T>& lanes,
                                              const ReluRows<T>& relu, T* to) {
-  with_dtype_of<T>(rows.slots.dtype, [&]<class E>(E) {
+  with_dtype_beside<T>(rows.slots.dtype, [&]<class E>(E) {
     head_sums_of<E>(
         rows, lanes, true,
         [&](int64_t e, int64_t s, V<T> other) __attribute__((always_inline)) {

@@ -18,7 +18,6 @@
 //   linear_attention_step.h        one token
 #include "linear_attention.h"
 
-#include "dtype.h"
 #include "linear_attention_backward.h"
 #include "linear_attention_step.h"
 
@@ -30,8 +29,10 @@ template <class F>
 void with_products(DType dtype, F&& f) {
   if constexpr (kPairs<bf16>)
     f(bf16{});  // nothing else comes here: LinearAttentionKernels::bf16_only
+  else if (dtype == DType::f64)
+    f(double{});
   else
-    with_dtype(dtype, f);
+    f(float{});
 }
 
 double operations(const LinearAttentionParams& p) {
@@ -48,7 +49,7 @@ void backward_of_dtype(const LinearAttentionGradParams& p, const Parallel& paral
 void step_of_dtype(const LinearAttentionStepParams& p, const Parallel& parallel) {
   // Reading and writing an element of the state takes as long as some ten operations.
   const double work = 10.0 * double(p.B * p.H) * double(p.D * p.Dv);
-  with_products(p.query.dtype, [&]<class T>(T) { step<T>(p, parallel.worth(work)); });
+  with_products(p.query.dtype, [&]<class T>(T) { step<A<T>>(p, parallel.worth(work)); });
 }
 
 }  // namespace

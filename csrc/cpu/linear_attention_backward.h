@@ -112,11 +112,7 @@ inline void backward(const LinearAttentionGradParams& p, const Parallel& paralle
       double sum = 0;
       for (size_t s = 0; s < keys.size(); ++s)
         sum += decay_sums.data()[(int64_t(s) * heads + h / problem.group) * kinds + h % problem.group];
-      const int64_t x = offset(p.grad_decay, 0, h);
-      if (p.grad_decay.dtype == p.query.dtype)
-        store_row<A<T>>(static_cast<T*>(p.grad_decay.data) + x, 1, 1, broadcast(A<T>(sum)));
-      else
-        static_cast<A<T>*>(p.grad_decay.data)[x] = A<T>(sum);
+      put_decay<T>(p.grad_decay, offset(p.grad_decay, 0, h), A<T>(sum));
     }
 }
 

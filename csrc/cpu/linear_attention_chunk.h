@@ -51,9 +51,9 @@ struct Decay {
     const View &view = problem.p.decay, &padding = problem.p.key_padding;
     if (padding.data && !static_cast<const uint8_t*>(padding.data)[offset(padding, b, token)]) return 0;
     const int64_t x = offset(view, b, h, token);
-    const double decay = view.dtype == problem.p.query.dtype
-                             ? double(to_float(static_cast<const T*>(view.data)[x]))
-                             : double(static_cast<const A<T>*>(view.data)[x]);
+    double decay = 0;
+    with_dtype_of_decay<T>(
+        view.dtype, [&]<class S>(S) { decay = double(to_float(static_cast<const S*>(view.data)[x])); });
     // What is a reset, exp(-1000) = 0, stays finite: the difference of two sums is never inf - inf.
     return decay < -1000 ? -1000 : decay;
   }

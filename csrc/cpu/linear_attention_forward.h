@@ -129,16 +129,15 @@ class Forward : public Walk<T, Forward<T>> {
     Rows<T> keys(p_.key, b, hk, begin, count, p_.D, step);
     values.hide(p_.key_padding, b, begin);
     keys.hide(p_.key_padding, b, begin);
-    const int64_t rows = fill<T, FeatureMap::identity>(values, z_);
-    with_map(p_.feature_map, [&]<FeatureMap kMap>() { fill<T, kMap>(keys, y_); });
+    const int64_t rows = fill(FeatureMap::identity, values, z_);
+    fill(p_.feature_map, keys, y_);
     form(z_, rows, kRight);
     form(y_, rows, kRightT);
   }
   void emit(const Segment& s, int64_t h, int64_t begin, int64_t count, const State<T>& state, bool ordered) {
     Rows<T> queries(p_.query, s.b, h, begin, count, p_.D, problem_.chunk);
     queries.hide_blind(s, begin);
-    with_map(p_.feature_map, [&]<FeatureMap kMap>() { fill<T, kMap>(queries, query_); });
-    const int64_t rows = round_up(count, kUnit<T>);
+    const int64_t rows = fill(p_.feature_map, queries, query_);
     form(query_, rows, kLeft);
     Term<T> terms[3];
     int all = Base::through_state(query_, state, ordered, terms);
@@ -150,7 +149,7 @@ class Forward : public Walk<T, Forward<T>> {
     }
     Format<T>::multiply(rows, problem_.dv, terms, all, Part::all, A<T>(0), result_, problem_.chunk);
     if (p_.normalize) denominators(s.b, h, begin, count, state, ordered);
-    write_rows(s.b, h, begin, count);
+    with_dtype_beside<T>(p_.out.dtype, [&]<class S>(S) { write_rows_of<S>(s.b, h, begin, count); });
   }
 
  private:
@@ -173,12 +172,13 @@ class Forward : public Walk<T, Forward<T>> {
     std::memcpy(static_cast<A<T>*>(p_.den.data) + offset(p_.den, b, h, begin), den_,
                 size_t(count) * sizeof(A<T>));
   }
-  void write_rows(int64_t b, int64_t h, int64_t begin, int64_t count) {
+  template <class S>
+  __attribute__((noinline)) void write_rows_of(int64_t b, int64_t h, int64_t begin, int64_t count) {
     const int64_t ahead = problem_.chunk * p_.out.stride[2];
     for (int64_t r = 0; r < count; ++r) {
       const V<T> factor = broadcast(p_.normalize ? row_factor(p_, den_[r]) : A<T>(p_.scale));
       const bool empty = p_.normalize && is_empty(p_, den_[r]);
-      T* out = static_cast<T*>(p_.out.data) + offset(p_.out, b, h, begin + r);
+      S* out = static_cast<S*>(p_.out.data) + offset(p_.out, b, h, begin + r);
       for_row<T>(problem_.chunk, r, p_.Dv, [&](int64_t c, int64_t x) {
         prefetch(out + c, ahead);
         store_row<A<T>>(out + c, 1, p_.Dv - c, empty ? V<T>{} : load(result_ + x) * factor);

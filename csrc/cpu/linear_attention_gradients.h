@@ -5,6 +5,20 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
+// <row r of a, row r of b>, while the rows of a that come next are fetched.
+template <class S, class T>
+__attribute__((noinline)) A<T> row_product_of(const Rows<T>& a, const Rows<T>& b, int64_t r) {
+  const S *x = a.template at<S>(r), *y = b.template at<S>(r);
+  const int64_t whole = a.column == 1 && b.column == 1 ? round_down(a.columns, N<T>) : 0;
+  V<T> sum{};
+  for (int64_t c = 0; c < a.columns; c += N<T>) prefetch(x + c * a.column, a.step * a.row);
+  for (int64_t c = 0; c < whole; c += N<T>) sum += load_wide(x + c) * load_wide(y + c);
+  for (int64_t c = whole; c < a.columns; c += N<T>)
+    sum += load_row<A<T>>(x + c * a.column, a.column, a.columns - c) *
+           load_row<A<T>>(y + c * b.column, b.column, a.columns - c);
+  return reduce_add<A<T>>(sum);
+}
+
 // What both walks read of queries: dO and dden of a chunk.
 template <class T>
 class OutputGrad {
@@ -24,26 +38,18 @@ class OutputGrad {
     const int64_t rows = round_up(count, kUnit<T>);
     for (int64_t r = 0; r < rows; ++r) factor[r] = dden[r] = 0;
     Rows<T> grads(p_.grad_out, s.b, h, begin, count, p_.Dv, step_);
-    const int64_t ahead = step_ * p_.out.stride[2];
+    const Rows<T> outputs(p_.out, s.b, h, begin, count, p_.Dv, step_);
     for (int64_t r = max(s.seen_from - begin, 0); r < count; ++r) {
       factor[r] = A<T>(p_.scale);
       if (!p_.normalize) continue;
       const A<T> den = static_cast<const A<T>*>(p_.den.data)[offset(p_.den, s.b, h, begin + r)];
       factor[r] = is_empty(p_, den) ? A<T>(0) : row_factor(p_, den);
       if (is_empty(p_, den)) continue;
-      const T* out = static_cast<const T*>(p_.out.data) + offset(p_.out, s.b, h, begin + r);
-      const T* grad = grads.data + r * grads.row;
-      const int64_t whole = grads.column == 1 ? round_down(p_.Dv, N<T>) : 0;
-      V<T> sum{};
-      for (int64_t c = 0; c < p_.Dv; c += N<T>) prefetch(out + c, ahead);
-      for (int64_t c = 0; c < whole; c += N<T>) sum += load_wide(out + c) * load_wide(grad + c);
-      for (int64_t c = whole; c < p_.Dv; c += N<T>)
-        sum += load_row<A<T>>(out + c, 1, p_.Dv - c) *
-               load_row<A<T>>(grad + c * grads.column, grads.column, p_.Dv - c);
-      dden[r] = -reduce_add<A<T>>(sum) * factor[r];
+      with_dtype_beside<T>(p_.out.dtype,
+                           [&]<class S>(S) { dden[r] = -row_product_of<S>(outputs, grads, r) * factor[r]; });
     }
     grads.factor = factor;
-    fill<T, FeatureMap::identity>(grads, matrix);
+    fill(FeatureMap::identity, grads, matrix);
     form(matrix, rows, forms_);
     return rows;
   }
@@ -54,29 +60,47 @@ class OutputGrad {
   int64_t step_;
 };
 
-// Rows of `result` as the gradient of a tensor that was mapped; zero where `shown` hides them. The slope
-// comes from the features where they are given unrounded, else from the tensor itself.
-template <class T, FeatureMap kMap>
-inline void write_grad(const View& grad, const View& input, const A<T>* result, int64_t room, int64_t b,
-                       int64_t h, int64_t begin, int64_t count, int64_t columns, const Rows<T>& shown,
-                       const Matrix<T>* features = nullptr) {
-  for (int64_t r = 0; r < count; ++r) {
-    T* to = static_cast<T*>(grad.data) + offset(grad, b, h, begin + r);
-    const T* x = static_cast<const T*>(input.data) + offset(input, b, h, begin + r);
-    const bool zero = !shown.is_shown(r);
-    for_row<T>(room, r, columns, [&](int64_t c, int64_t at_result) {
+template <class S, FeatureMap kMap, class T>
+__attribute__((noinline)) void write_grad_of(const View& grad, const Rows<T>& input, const A<T>* result,
+                                             int64_t room, int64_t b, int64_t h, int64_t begin,
+                                             const Matrix<T>* features) {
+  for (int64_t r = 0; r < input.count; ++r) {
+    S* to = static_cast<S*>(grad.data) + offset(grad, b, h, begin + r);
+    const S* x = input.template at<S>(r);
+    const bool zero = !input.is_shown(r);
+    for_row<T>(room, r, input.columns, [&](int64_t c, int64_t at_result) {
+      const int64_t left = input.columns - c;
       V<T> g{};
       if (!zero) {
         g = load(result + at_result);
         if (kMap != FeatureMap::identity && features && !kPairs<T>)
           g *= slope_of_feature<T, kMap>(load(features->natural + at_result));
         else if (kMap != FeatureMap::identity)
-          g *= feature_slope<T, kMap>(load_row<A<T>>(x + c * input.stride[3], input.stride[3], columns - c));
+          g *= feature_slope<T, kMap>(load_row<A<T>>(x + c * input.column, input.column, left));
       }
-      prefetch(to + c * grad.stride[3], shown.step * grad.stride[2]);
-      store_row<A<T>>(to + c * grad.stride[3], grad.stride[3], columns - c, g);
+      prefetch(to + c * grad.stride[3], input.step * grad.stride[2]);
+      store_row<A<T>>(to + c * grad.stride[3], grad.stride[3], left, g);
     });
   }
+}
+// Rows of `result` as the gradient of a tensor that was mapped; zero where rows are hidden. The slope comes
+// from the features where they are given unrounded, else from the tensor itself.
+template <class T>
+inline void write_grad(FeatureMap map, const View& grad, const Rows<T>& input, const A<T>* result,
+                       int64_t room, int64_t b, int64_t h, int64_t begin,
+                       const Matrix<T>* features = nullptr) {
+  with_dtype_beside<T>(grad.dtype, [&]<class S>(S) {
+    with_map(map, [&]<FeatureMap kMap>() {
+      write_grad_of<S, kMap>(grad, input, result, room, b, h, begin, features);
+    });
+  });
+}
+// Element x of the gradient of decay.
+template <class T>
+inline void put_decay(const View& grad, int64_t x, A<T> value) {
+  with_dtype_of_decay<T>(grad.dtype, [&]<class S>(S) {
+    store_row<A<T>>(static_cast<S*>(grad.data) + x, 1, 1, broadcast(value));
+  });
 }
 
 // m [rows, columns] += scale[r] vector[c], times weight[r] where given.

@@ -76,8 +76,8 @@ class KeyGrad {
       Rows<T> keys(p_.key, s.b, hk, begin, count, p_.D, step);
       values.hide(p_.key_padding, s.b, begin);
       keys.hide(p_.key_padding, s.b, begin);
-      const int64_t rows = fill<T, FeatureMap::identity>(values, value_);
-      with_map(p_.feature_map, [&]<FeatureMap kMap>() { fill<T, kMap>(keys, key_); });
+      const int64_t rows = fill(FeatureMap::identity, values, value_);
+      fill(p_.feature_map, keys, key_);
       form(value_, rows, kLeft);
       form(key_, rows, kLeft);
       for (int64_t g = 0; g < problem_.group; ++g) {
@@ -92,12 +92,8 @@ class KeyGrad {
         if (flow) grad_decay(s, h, begin, count, state, *flow, decay_sums);
         if (ordered && (absorb_first || begin > s.begin)) add_queries(rows, state);
       }
-      with_map(p_.feature_map, [&]<FeatureMap kMap>() {
-        write_grad<T, kMap>(p_.grad_key, p_.key, grad_key_, problem_.chunk, s.b, hk, begin, count, p_.D, keys,
-                            &key_);
-      });
-      write_grad<T, FeatureMap::identity>(p_.grad_value, p_.value, grad_value_, problem_.chunk, s.b, hk,
-                                          begin, count, p_.Dv, values);
+      write_grad(p_.feature_map, p_.grad_key, keys, grad_key_, problem_.chunk, s.b, hk, begin, &key_);
+      write_grad(FeatureMap::identity, p_.grad_value, values, grad_value_, problem_.chunk, s.b, hk, begin);
     }
   }
 
@@ -109,7 +105,7 @@ class KeyGrad {
   int64_t read_queries(const Segment& s, int64_t h, int64_t begin, int64_t count) {
     Rows<T> queries(p_.query, s.b, h, begin, count, p_.D, -problem_.chunk);
     queries.hide_blind(s, begin);
-    with_map(p_.feature_map, [&]<FeatureMap kMap>() { fill<T, kMap>(queries, query_); });
+    fill(p_.feature_map, queries, query_);
     const int64_t rows = grad_.read(s, h, begin, count);
     form(query_, rows, kRight | kRightT);
     return rows;
@@ -202,7 +198,6 @@ class KeyGrad {
     }
     double later = 0, earlier = 0;
     for (int64_t t = 0; t < count; ++t) later += queries[t];
-    const View& view = p_.grad_decay;
     for (int64_t t = 0; t < count; ++t) {
       const double log_decay = Decay<T>::log_decay(problem_, s.b, h, begin + t);
       const View& padding = p_.key_padding;
@@ -216,11 +211,7 @@ class KeyGrad {
         sums[kind] += grad;
         continue;
       }
-      const int64_t x = offset(view, s.b, h, begin + t);
-      if (view.dtype == p_.query.dtype)
-        store_row<A<T>>(static_cast<T*>(view.data) + x, 1, 1, broadcast(A<T>(grad)));
-      else
-        static_cast<A<T>*>(view.data)[x] = A<T>(grad);
+      put_decay<T>(p_.grad_decay, offset(p_.grad_decay, s.b, h, begin + t), A<T>(grad));
     }
   }
 

@@ -132,17 +132,15 @@ inline Matrix<T> take_matrix(Arena& arena, int64_t rows, int64_t columns, int fo
   return m;
 }
 
-// Rows as they are read, mapped, into `natural`; zero where there is none. Returns how many are in use.
-template <class T, FeatureMap kMap>
-inline int64_t fill(const Rows<T>& rows, Matrix<T>& m) {
-  const int64_t count = round_up(rows.count, kUnit<T>);
+template <class S, FeatureMap kMap, class T>
+__attribute__((noinline)) void fill_of(const Rows<T>& rows, int64_t count, const Matrix<T>& m) {
   const int64_t whole = rows.column == 1 ? round_down(rows.columns, N<T>) : 0;  // columns in plain vectors
   for (int64_t r = 0; r < count; ++r) {
     if (!rows.is_shown(r)) {
       for_row<T>(m.rows, r, m.columns, [&](int64_t, int64_t x) { store(m.natural + x, V<T>{}); });
       continue;
     }
-    const T* row = rows.data + r * rows.row;
+    const S* row = rows.template at<S>(r);
     const V<T> factor = broadcast(rows.factor ? rows.factor[r] : A<T>(1));
     for_row<T>(m.rows, r, m.columns, [&](int64_t c, int64_t x) {
       const int64_t left = rows.columns - c;
@@ -157,6 +155,14 @@ inline int64_t fill(const Rows<T>& rows, Matrix<T>& m) {
       store(m.natural + x, operand_precision<T>(y));
     });
   }
+}
+// Rows as they are read, mapped, into `natural`; zero where there is none. Returns how many are in use.
+template <class T>
+inline int64_t fill(FeatureMap map, const Rows<T>& rows, const Matrix<T>& m) {
+  const int64_t count = round_up(rows.count, kUnit<T>);
+  with_dtype_beside<T>(rows.dtype, [&]<class S>(S) {
+    with_map(map, [&]<FeatureMap kMap>() { fill_of<S, kMap>(rows, count, m); });
+  });
   return count;
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 #include <vector>
 
+#include "dtype.h"
 #include "linear_attention.h"
 #include "memory.h"
 #include "panels.h"
@@ -25,7 +26,10 @@ struct FormatOf<bf16> {
 };
 #endif
 
-// The alphabet of these kernels. T is the dtype of query, key and value.
+// The alphabet of these kernels. T is what products are made of: float, double, or bf16 where there are
+// products of its pairs. S is the dtype of a tensor: half precision that has no products becomes float as it
+// is read, and functions `_of` a dtype are all that is compiled for it: not inline, or all of them together
+// would be too large for what they call.
 template <class T>
 using Format = typename FormatOf<T>::type;  // how its products are formed
 template <class T>
@@ -42,6 +46,14 @@ template <class T>
 constexpr int64_t kUnit = Format<T>::kUnit;  // rows and columns of operands are multiples of it
 template <class T>
 constexpr bool kPairs = !kSame<E<T>, A<T>>;
+
+// f(S{}) for decay: of the query's dtype, or A.
+template <class T, class F>
+FASTATTN_INLINE void with_dtype_of_decay(DType dtype, F&& f) {
+  if constexpr (kPairs<T>)
+    if (dtype == DType::f32) return f(float{});
+  with_dtype_beside<T>(dtype, f);
+}
 
 template <class T>
 FASTATTN_INLINE Vec<Int<A<T>>> lane_index() {
@@ -163,9 +175,10 @@ FASTATTN_INLINE void prefetch(const T* p, int64_t distance) {
 // The rows of one head of a (B, H, L, X) tensor.
 template <class T>
 struct Rows {
-  const T* data;
-  int64_t row, column;  // strides
-  int64_t step;         // tokens from this chunk to the next one
+  const void* data;
+  DType dtype;
+  int64_t start, row, column;  // where they begin, and strides
+  int64_t step;                // tokens from this chunk to the next one
   int64_t count, columns;
   int64_t blind = 0;               // rows before this one read as zero
   const uint8_t* shown = nullptr;  // and so do rows where this is 0, and those where factor is 0
@@ -173,7 +186,9 @@ struct Rows {
   const A<T>* factor = nullptr;
 
   Rows(const View& view, int64_t b, int64_t h, int64_t begin, int64_t count, int64_t columns, int64_t step)
-      : data(static_cast<const T*>(view.data) + offset(view, b, h, begin)),
+      : data(view.data),
+        dtype(view.dtype),
+        start(offset(view, b, h, begin)),
         row(view.stride[2]),
         column(view.stride[3]),
         step(step),
@@ -190,6 +205,10 @@ struct Rows {
   Rows& hide_blind(const Segment& s, int64_t begin) {
     blind = s.seen_from - begin;
     return *this;
+  }
+  template <class S>
+  const S* at(int64_t r) const {
+    return static_cast<const S*>(data) + start + r * row;
   }
   bool is_shown(int64_t r) const {
     return r >= blind && r < count && (!shown || shown[r * shown_step]) && (!factor || factor[r] != A<T>(0));

@@ -32,8 +32,8 @@ class QueryGrad : public Walk<T, QueryGrad<T>> {
     Rows<T> keys(p_.key, b, hk, begin, count, p_.D, step);
     values.hide(p_.key_padding, b, begin);
     keys.hide(p_.key_padding, b, begin);
-    const int64_t rows = fill<T, FeatureMap::identity>(values, y_);
-    with_map(p_.feature_map, [&]<FeatureMap kMap>() { fill<T, kMap>(keys, z_); });
+    const int64_t rows = fill(FeatureMap::identity, values, y_);
+    fill(p_.feature_map, keys, z_);
     form(z_, rows, kRight);
     form(y_, rows, kRightT);
   }
@@ -56,10 +56,7 @@ class QueryGrad : public Walk<T, QueryGrad<T>> {
     add_z(rows, state, ordered);
     Rows<T> queries(p_.query, s.b, h, begin, count, p_.D, problem_.chunk);
     queries.hide_blind(s, begin);
-    with_map(p_.feature_map, [&]<FeatureMap kMap>() {
-      write_grad<T, kMap>(p_.grad_query, p_.query, result_, problem_.chunk, s.b, h, begin, count, p_.D,
-                          queries);
-    });
+    write_grad(p_.feature_map, p_.grad_query, queries, result_, problem_.chunk, s.b, h, begin);
   }
 
  private:
@@ -78,7 +75,7 @@ class QueryGrad : public Walk<T, QueryGrad<T>> {
                 size_t(size) * sizeof(A<T>));
     Rows<T> queries(p_.query, s.b, h, begin, count, p_.D, problem_.chunk);
     queries.hide_blind(s, begin);
-    with_map(p_.feature_map, [&]<FeatureMap kMap>() { fill<T, kMap>(queries, query_); });
+    fill(p_.feature_map, queries, query_);
     for (int64_t r = 0; r < count; ++r)
       flow_.queries[kind * tokens + at_token + r] =
           dot_rows<T>(query_.natural, result_, problem_.chunk, r, problem_.d);

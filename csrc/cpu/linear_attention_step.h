@@ -7,80 +7,87 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
+// Row (b, h) of a tensor, mapped; zero behind its end, up to `room`.
+template <class T>
+inline void read_row(FeatureMap map, const View& view, int64_t b, int64_t h, int64_t columns, int64_t room,
+                     T* to) {
+  const int64_t stride = view.stride[2];
+  with_dtype_beside<T>(view.dtype, [&]<class S>(S) {
+    const S* row = static_cast<const S*>(view.data) + offset(view, b, h);
+    with_map(map, [&]<FeatureMap kMap>() {
+      for (int64_t c = 0; c < room; c += N<T>) {
+        const int64_t left = max(columns - c, 0);
+        const V<T> x = feature<T, kMap>(load_row<T>(row + c * stride, stride, left));
+        store(to + c, lane_index<T>() < Int<T>(min(left, N<T>)) ? x : V<T>{});
+      }
+    });
+  });
+}
+
 // Columns [c, c + NV N) of one head.
 template <class T, int NV>
-inline void step_columns(const LinearAttentionStepParams& p, const A<T>* query, const A<T>* key, A<T> decay,
-                         const T* value, int64_t value_step, int64_t c, const View& from, const View& to,
-                         int64_t b, int64_t h, V<T>* out) {
+inline void step_columns(const LinearAttentionStepParams& p, const T* query, const T* key, T decay,
+                         const T* value, int64_t c, int64_t b, int64_t h, V<T>* out) {
+  const View &from = p.kv, &to = p.new_kv;
   V<T> v[NV], sum[NV] = {};
 #pragma GCC unroll 4
-  for (int i = 0; i < NV; ++i)
-    v[i] = load_row<A<T>>(value + (c + i * N<T>)*value_step, value_step, p.Dv - c - i * N<T>);
-  const A<T>* row = static_cast<const A<T>*>(from.data) + offset(from, b, h, 0, c);
-  A<T>* new_row = static_cast<A<T>*>(to.data) + offset(to, b, h, 0, c);
+  for (int i = 0; i < NV; ++i) v[i] = load(value + c + i * N<T>);
+  const T* row = static_cast<const T*>(from.data) + offset(from, b, h, 0, c);
+  T* new_row = static_cast<T*>(to.data) + offset(to, b, h, 0, c);
   const bool whole = p.Dv - c >= NV * N<T> && from.stride[3] == 1 && to.stride[3] == 1;
   for (int64_t d = 0; d < p.D; ++d, row += from.stride[2], new_row += to.stride[2])
 #pragma GCC unroll 4
     for (int i = 0; i < NV; ++i) {
       const int64_t x = i * N<T>;
       const V<T> old =
-          whole ? load(row + x) : load_row<A<T>>(row + x * from.stride[3], from.stride[3], p.Dv - c - x);
-      const V<T> s = (decay == A<T>(0) ? V<T>{} : old * decay) + key[d] * v[i];
+          whole ? load(row + x) : load_row<T>(row + x * from.stride[3], from.stride[3], p.Dv - c - x);
+      const V<T> s = (decay == T(0) ? V<T>{} : old * decay) + key[d] * v[i];
       if (whole)
         store(new_row + x, s);
       else
-        store_row<A<T>>(new_row + x * to.stride[3], to.stride[3], p.Dv - c - x, s);
+        store_row<T>(new_row + x * to.stride[3], to.stride[3], p.Dv - c - x, s);
       sum[i] += query[d] * s;
     }
 #pragma GCC unroll 4
   for (int i = 0; i < NV; ++i) out[i] = sum[i];
 }
 
-template <class T, FeatureMap kMap>
-inline void step_head(const LinearAttentionStepParams& p, int64_t b, int64_t h, A<T>* query, A<T>* key) {
-  const int64_t hk = h / (p.H / p.Hkv);
-  const T* q = static_cast<const T*>(p.query.data) + offset(p.query, b, h);
-  const T* k = static_cast<const T*>(p.key.data) + offset(p.key, b, hk);
-  const T* v = static_cast<const T*>(p.value.data) + offset(p.value, b, hk);
-  A<T> decay = 1;
-  if (p.decay.data) {
-    const int64_t x = offset(p.decay, b, h);
-    const A<T> log_decay = p.decay.dtype == p.query.dtype
-                               ? A<T>(to_float(static_cast<const T*>(p.decay.data)[x]))
-                               : static_cast<const A<T>*>(p.decay.data)[x];
-    decay = exp(broadcast(log_decay))[0];
-  }
-  A<T> den = 0;
-  const A<T>* z = static_cast<const A<T>*>(p.z.data) + offset(p.z, b, h);
-  A<T>* new_z = static_cast<A<T>*>(p.new_z.data) + offset(p.new_z, b, h);
+template <class T>
+inline void step_head(const LinearAttentionStepParams& p, int64_t b, int64_t h, Arena& arena) {
+  constexpr int kWide = 4;  // vectors
+  const int64_t hk = h / (p.H / p.Hkv), room = round_up(p.D, N<T>), room_v = round_up(p.Dv, kWide * N<T>);
+  T *query = arena.take<T>(room), *key = arena.take<T>(room), *value = arena.take<T>(room_v);
+  read_row(p.feature_map, p.query, b, h, p.D, room, query);
+  read_row(p.feature_map, p.key, b, hk, p.D, room, key);
+  read_row(FeatureMap::identity, p.value, b, hk, p.Dv, room_v, value);
+  T decay = 1;
+  if (p.decay.data)
+    with_dtype_beside<T>(p.decay.dtype, [&]<class S>(S) {
+      decay = exp(broadcast(T(to_float(static_cast<const S*>(p.decay.data)[offset(p.decay, b, h)]))))[0];
+    });
+  const T* z = static_cast<const T*>(p.z.data) + offset(p.z, b, h);
+  T* new_z = static_cast<T*>(p.new_z.data) + offset(p.new_z, b, h);
   V<T> dot{};
   for (int64_t d = 0; d < p.D; d += N<T>) {
-    const auto inside = lane_index<T>() < Int<A<T>>(min(p.D - d, N<T>));
-    auto mapped = [&](const T* row, int64_t step) {
-      const V<T> x = feature<A<T>, kMap>(load_row<A<T>>(row + d * step, step, p.D - d));
-      return inside ? x : V<T>{};
-    };
-    const V<T> qf = mapped(q, p.query.stride[2]), kf = mapped(k, p.key.stride[2]);
-    store(query + d, qf);
-    store(key + d, kf);
-    const V<T> old = load_row<A<T>>(z + d * p.z.stride[2], p.z.stride[2], p.D - d);
-    const V<T> sum = (decay == A<T>(0) ? V<T>{} : old * decay) + kf;
-    store_row<A<T>>(new_z + d * p.new_z.stride[2], p.new_z.stride[2], p.D - d, sum);
-    dot += qf * sum;
+    const V<T> old = load_row<T>(z + d * p.z.stride[2], p.z.stride[2], p.D - d);
+    const V<T> sum = (decay == T(0) ? V<T>{} : old * decay) + load(key + d);
+    store_row<T>(new_z + d * p.new_z.stride[2], p.new_z.stride[2], p.D - d, sum);
+    dot += load(query + d) * sum;
   }
-  den = reduce_add<A<T>>(dot);
-  const A<T> factor = row_factor<A<T>>(p, den);
-  const bool empty = is_empty<A<T>>(p, den);
-  T* out = static_cast<T*>(p.out.data) + offset(p.out, b, h);
+  const T den = reduce_add<T>(dot), factor = row_factor<T>(p, den);
+  const bool empty = is_empty<T>(p, den);
   auto columns = [&]<int NV>(int64_t c) {
     V<T> sum[NV];
-    step_columns<T, NV>(p, query, key, decay, v, p.value.stride[2], c, p.kv, p.new_kv, b, h, sum);
-    for (int i = 0; i < NV; ++i)
-      store_row<A<T>>(out + c + i * N<T>, 1, p.Dv - c - i * N<T>, empty ? V<T>{} : sum[i] * factor);
+    step_columns<T, NV>(p, query, key, decay, value, c, b, h, sum);
+    for (int i = 0; i < NV; ++i) store(value + c + i * N<T>, empty ? V<T>{} : sum[i] * factor);
   };
   int64_t c = 0;
-  for (; p.Dv - c > 2 * N<T>; c += 4 * N<T>) columns.template operator()<4>(c);
+  for (; p.Dv - c > 2 * N<T>; c += kWide * N<T>) columns.template operator()<kWide>(c);
   for (; p.Dv - c > 0; c += N<T>) columns.template operator()<1>(c);
+  with_dtype_beside<T>(p.out.dtype, [&]<class S>(S) {
+    S* out = static_cast<S*>(p.out.data) + offset(p.out, b, h);
+    for (int64_t c = 0; c < p.Dv; c += N<T>) store_row<T>(out + c, 1, p.Dv - c, load(value + c));
+  });
 }
 
 // f(head) for every head. A worker begins with its own share of consecutive ones, whose states its core still
@@ -105,14 +112,13 @@ inline void for_each_head(const Parallel& parallel, int64_t heads, F&& f) {
   });
 }
 
+// T is the dtype of the state.
 template <class T>
 inline void step(const LinearAttentionStepParams& p, const Parallel& parallel) {
   for_each_head(parallel, p.B * p.H, [&](int64_t head) {
     Arena& arena = thread_arena();
     Arena::Scope scope(arena);
-    A<T>*query = arena.take<A<T>>(p.D + N<T>), *key = arena.take<A<T>>(p.D + N<T>);
-    with_map(p.feature_map,
-             [&]<FeatureMap kMap>() { step_head<T, kMap>(p, head / p.H, head % p.H, query, key); });
+    step_head<T>(p, head / p.H, head % p.H, arena);
   });
 }
 
