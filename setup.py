@@ -58,6 +58,9 @@ LIGHTER = {
     "linear_attention": ("baseline",),
 }
 
+# Between a call and its kernel, headers take the time to compile.
+BRIEF = "-O1" if "-O3" in FLAGS else ""
+
 candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
 CXX = next((c for c in candidates if shutil.which(shlex.split(c)[0])), None)
 # The environment's own first: each version of ninja takes what another one built for out of date.
@@ -132,10 +135,10 @@ def plan(isas, introspection):
         sources = [source for source in KERNELS if isa in variants(source, isas)]
         objects += compile_all(isa, sources, f"{ISAS[isa]} -DFASTATTN_ISA={isa}")
     objects += (isa_object := compile_all("once", ONCE))
-    objects += compile_all("bindings", bindings, f"{headers} {stable}")
+    objects += compile_all("bindings", bindings, f"{headers} {stable} {BRIEF}")
     edge("link", "_cpu.so", objects, f"-Wl,-z,defs -L{shlex.quote(f'{TORCH}/lib')} -ltorch_cpu")
     if introspection:
-        python = f"{headers} -isystem {shlex.quote(sysconfig.get_path('include'))}"
+        python = f"{headers} -isystem {shlex.quote(sysconfig.get_path('include'))} {BRIEF}"
         objects = compile_all(sys.implementation.cache_tag, [module], python)
         edge("link", INTROSPECTION, [isa_object[0], *objects], "")
     return "\n".join([*lines, ""])

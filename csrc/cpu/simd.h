@@ -5,8 +5,10 @@
 #include <cstdint>
 #include <cstring>
 #include <utility>
-#if defined(__x86_64__)
+#if defined(__AVX__)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>  // a tenth of it
 #endif
 
 namespace fastattn::FASTATTN_ISA {
