@@ -283,7 +283,7 @@ int64_t attention_causality(const Tensor& mask) {
   if (array.dim > 2) m.H = array.size[array.dim - 3];
   if (array.dim > 3) m.B = array.size[0];
   m.mask = array.broadcast({m.B, m.H, m.L, m.S});
-  return attention_kernels(m.mask.dtype).causality(m);
+  return attention_kernels(DType::f32).causality(m);
 }
 
 }  // namespace

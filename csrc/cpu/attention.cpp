@@ -64,8 +64,11 @@ void forward_with_weights_of_dtype(const AttentionWeightsParams& p, const Parall
 }  // namespace
 
 extern const AttentionKernels attention_kernels;
-const AttentionKernels attention_kernels = {
-    kPairs<bf16>, forward_of_dtype, backward_of_dtype, weights_of_dtype, forward_with_weights_of_dtype,
-    causality};
+const AttentionKernels attention_kernels = {kPairs<bf16>,
+                                            forward_of_dtype,
+                                            backward_of_dtype,
+                                            weights_of_dtype,
+                                            forward_with_weights_of_dtype,
+                                            kPairs<bf16> ? nullptr : causality};
 
 }  // namespace fastattn::FASTATTN_ISA

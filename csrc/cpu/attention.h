@@ -71,7 +71,7 @@ struct AttentionKernels {
   void (*weights)(const AttentionWeightsParams&, const Parallel&);  // from lse
   void (*forward_with_weights)(const AttentionWeightsParams&, const Parallel&);
   // 0: a key right of the diagonal is visible somewhere; 1: none is; 2: none is, and all other elements are
-  // 0.
+  // 0. Null where bf16_only, which knows no other masks.
   int (*causality)(const AttentionMask&);
 };
 

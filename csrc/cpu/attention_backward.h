@@ -12,7 +12,6 @@ template <class S, class T>
 inline void put_grad_query_of(const Problem<T>& problem, const View& view, const Tile<T>& tile,
                               const A<T>* grad_t) {
   S* data = static_cast<S*>(view.data);
-#pragma GCC unroll 4
   for (int v = 0; v < NV; ++v)
     for (int64_t d = 0; d < problem.p.D && v * N<T> < tile.count; d += N<T>) {
       V<T> block[N<T>];

@@ -158,11 +158,23 @@ FASTATTN_INLINE void put_columns(const A<T>* weights, const A<T>* x, int rows, i
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) acc[k][c] += weights[r * kBlock + k] * y[c];
   }
+  if (stride == 1 && left >= C * N<T>) {  // the other case is a loop, or it would be most of the code
+#pragma GCC unroll 4
+    for (int k = 0; k < K; ++k)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) round_store(to + k * row_stride + c * N<T>, acc[k][c]);
+    return;
+  }
+  A<T> sums[K][C][N<T>];
 #pragma GCC unroll 4
   for (int k = 0; k < K; ++k)
 #pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) store(sums[k][c], acc[k][c]);
+#pragma GCC unroll 1
+  for (int k = 0; k < K; ++k)
+#pragma GCC unroll 1
     for (int c = 0; c < C; ++c)
-      store_row<A<T>>(to + k * row_stride + c * N<T> * stride, stride, left - c * N<T>, acc[k][c]);
+      store_row<A<T>>(to + k * row_stride + c * N<T> * stride, stride, left - c * N<T>, load(sums[k][c]));
 }
 template <class S, class T, int K>
 inline void put_rows(const A<T>* weights, const A<T>* x, int rows, int64_t columns, int64_t padded, S* to,

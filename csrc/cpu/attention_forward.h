@@ -207,7 +207,6 @@ inline void merge_tile(const Problem<T>& problem, int64_t b, int64_t hk, int64_t
   make_tile(problem, b, hk, t, tile);
   State<T> state;
   state.out = arena.take_zero<A<T>>(plan.rows_v * kTile<T>);
-#pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) {
     V<T> top = V<T>{} - kInf<T>;
     for (int64_t s = 0; s < plan.splits; ++s) top = maximum(top, load(partial + s * plan.size + v * N<T>));

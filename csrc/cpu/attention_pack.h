@@ -51,7 +51,6 @@ inline void pack_transposed_of(const Tile<T>& tile, const View& view, int64_t co
                                E<T>* panel) {
   const S* data = static_cast<const S*>(view.data);
   const int64_t stride = view.stride[3];
-#pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) {
     if (!kPairs<T> && v * N<T> >= tile.count) break;
     const S* row[N<T>];

@@ -352,7 +352,6 @@ template <class M, class T>
 inline void put_tile_as(const View& view, const Tile<T>& tile, int64_t begin, int64_t keys,
                         const A<T>* values, bool add) {
   M* data = static_cast<M*>(view.data);
-#pragma GCC unroll 4
   for (int v = 0; v < NV; ++v)
     for (int64_t j = 0; j < keys; j += N<T>) {
       V<T> block[N<T>];

@@ -199,21 +199,17 @@ FASTATTN_INLINE V<T> inverse_sum(const Tile<T>& tile, const State<T>& state, int
 template <class S, class T>
 inline void finish_tile_of(const Problem<T>& problem, const Tile<T>& tile, State<T>& state) {
   const AttentionParams& p = problem.p;
-  V<T> inverse[NV];
-#pragma GCC unroll 4
-  for (int v = 0; v < NV; ++v) inverse[v] = inverse_sum(tile, state, v);
   S* out = static_cast<S*>(p.out.data);
-#pragma GCC unroll 4
-  for (int v = 0; v < NV; ++v)
+  for (int v = 0; v < NV; ++v) {
+    const V<T> inverse = inverse_sum(tile, state, v);
     for (int64_t d = 0; d < p.Dv && v * N<T> < tile.count; d += N<T>) {
       V<T> block[N<T>];
       if (d + N<T> <= p.Dv)
 #pragma GCC unroll 16
-        for (int i = 0; i < N<T>; ++i)
-          block[i] = load(state.out + (d + i) * kTile<T> + v * N<T>) * inverse[v];
+        for (int i = 0; i < N<T>; ++i) block[i] = load(state.out + (d + i) * kTile<T> + v * N<T>) * inverse;
       else
         for (int i = 0; i < N<T>; ++i)
-          block[i] = d + i < p.Dv ? load(state.out + (d + i) * kTile<T> + v * N<T>) * inverse[v] : V<T>{};
+          block[i] = d + i < p.Dv ? load(state.out + (d + i) * kTile<T> + v * N<T>) * inverse : V<T>{};
       transpose<A<T>>(block);
       if (tile.whole[v] && d + N<T> <= p.Dv) {
 #pragma GCC unroll 16
@@ -229,6 +225,7 @@ inline void finish_tile_of(const Problem<T>& problem, const Tile<T>& tile, State
         store_row<A<T>>(row + d, 1, p.Dv - d, tile.seen[r] ? block[i] : V<T>{});
       }
     }
+  }
   A<T>* lse = static_cast<A<T>*>(p.lse.data);
 #pragma GCC unroll 4
   for (int v = 0; v < NV; ++v) {
