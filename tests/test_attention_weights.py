@@ -87,6 +87,26 @@ def test_weights_beside_scores_too_large_for_their_sum(impl):
                 torch.testing.assert_close(weights, expected, rtol=2e-4, atol=0)
 
 
+def test_weights_beside_a_bias_of_all_keys(impl):
+    """A log-sum-exp that holds that logarithm, but to fewer digits than a weight has."""
+    query, value = torch.zeros(1, 1, 2, 4), torch.randn(1, 1, 5, 4, requires_grad=True)
+    bias = torch.full((2, 5), -30000.0)
+    out, weights = attention_with_weights(query, query.new_ones(1, 1, 5, 4), value, bias, impl=impl)
+    torch.testing.assert_close(weights, torch.full((1, 2, 5), 0.2))
+    (grad,) = torch.autograd.grad(out.sum(), value)
+    torch.testing.assert_close(grad, torch.full_like(value, 0.4))
+
+
+def test_weights_of_rows_that_see_nothing_of_a_block():
+    """Which other rows of their tile see, and whose scores elsewhere are far below zero."""
+    mask, expected = torch.zeros(40, 300), torch.full((40, 300), 1 / 300)
+    mask[0], mask[0, :256] = -1000, -math.inf
+    expected[0], expected[0, :256] = 1 / 44, 0
+    query, key = torch.zeros(8, 1, 40, 8), torch.randn(8, 1, 300, 8)
+    _, weights = attention_with_weights(query, key, key, mask, impl=require("cpu"))
+    torch.testing.assert_close(weights, expected.expand(8, 40, 300))
+
+
 def test_weights_have_gradients(impl):
     for average in (True,) if impl == "triton" else (True, False):  # a case takes the interpreter 9 s
         choices = ({"mask": "float", "padding": True, "dropout_p": 0.3}, {"is_causal": True})

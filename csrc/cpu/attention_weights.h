@@ -157,7 +157,8 @@ class HeldWeights {
       const V<T> factor = inverse_sum(held.tile, held.state, v) / A<T>(plan_.inner);
       const V<T> reference = finite_or_zero(held.state.reference[v]);
       for (int64_t n = begin; n < end; ++n) {
-        const V<T> scale = exp2<>(finite_or_zero(held.references[n * NV + v]) - reference) * factor;
+        // Of a block without a visible key the reference is -inf, and its weights stay 0.
+        const V<T> scale = exp2<>(held.references[n * NV + v] - reference) * factor;
         const int64_t at = n * kBlock * kTile<T> + v * N<T>;
         for (int64_t j = held.spans[n].begin * kTile<T>; j < held.spans[n].end * kTile<T>; j += kTile<T>)
           store(held.sum + at + j, load(held.sum + at + j) + load(held.weights + at + j) * scale);
