@@ -40,7 +40,7 @@ def test_options(impl, name, dtype):
 
 @pytest.mark.parametrize("queries, keys", (
     ((), ()), ((0,), (0,)), ((0, 0), (3, 0)), ((3, 2), (0, 0)), ((0, 4, 0), (0, 4, 0)), ((1,), (1,)),
-    ((200,), (3000,)), ((1, 1, 1), (2000, 1, 900)), ((1, 1, 1), (70, 1, 31)),
+    ((200,), (3000,)), ((1, 0, 1, 1), (2000, 1500, 1, 900)), ((1, 1, 1), (70, 1, 31)),
 ), ids=str)  # fmt: skip
 @pytest.mark.parametrize(
     "extra", ({}, {"sinks": True, "alibi": "nh", "is_causal": True}), ids=("plain", "more")

@@ -118,8 +118,8 @@ struct ForwardPlan {
     const int64_t units = heads * (few_rows ? 1 : problem.tiles);
     deals = p.num_splits > 0 ? min(p.num_splits, splits) : splits;
     tasks = p.L ? heads * tasks_per_head * deals : 0;
-    merges = splits > 1 ? units : 0;
-    memory = splits > 1 ? units * splits * size : 0;
+    merges = tasks && splits > 1 ? units : 0;
+    memory = merges * splits * size;
   }
   int64_t head(int64_t task) const { return task / deals / tasks_per_head; }
   // The head of the task that whoever has this one takes next, if all take as long; -1 if that is the same.
