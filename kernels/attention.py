@@ -46,7 +46,7 @@ class _Call:
         DV = 0 if value is None else check("value", value, (self.B, Hkv, self.S, None), query.dtype)[3]
         B, H, L, S = self.B, self.H, self.L, self.S
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-        if H % max(Hkv, 1) or (Hkv == 0) != (H == 0):
+        if (H % Hkv if Hkv else H) != 0:
             raise RuntimeError(f"query heads must be a multiple of key heads, got {H} and {Hkv}")
         if max(D, DV) > TRITON_HEAD_DIM:
             raise NotImplementedError(f"head dims up to {TRITON_HEAD_DIM}, got {max(D, DV)}")

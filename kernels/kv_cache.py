@@ -240,7 +240,7 @@ def _checked(
     pages, Hkv, page_size, _ = check("key_cache", key_cache, (None, None, None, D), query.dtype)
     DV = check("value_cache", value_cache, (pages, Hkv, page_size, None), query.dtype)[3]
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    if H % max(Hkv, 1) or (Hkv == 0) != (H == 0):
+    if (H % Hkv if Hkv else H) != 0:
         raise RuntimeError(f"query heads must be a multiple of the caches' heads, got {H} and {Hkv}")
     if max(D, DV) > TRITON_HEAD_DIM:
         raise NotImplementedError(f"head dims up to {TRITON_HEAD_DIM}, got {max(D, DV)}")

@@ -67,7 +67,7 @@ def _operand(dtype: torch.dtype, device: torch.device) -> tuple[tl.dtype, int, s
 
 
 def _check_heads(H: int, Hkv: int, D: int) -> None:
-    if H % max(Hkv, 1) or (Hkv == 0) != (H == 0):
+    if (H % Hkv if Hkv else H) != 0:
         raise RuntimeError(f"query heads must be a multiple of key heads, got {H} and {Hkv}")
     if D > TRITON_HEAD_DIM:
         raise NotImplementedError(f"head dims up to {TRITON_HEAD_DIM}, got {D}")

@@ -582,3 +582,37 @@ def test_meta_tensors_have_sizes_only():
         out = fastattn.aggregate(x, edges, "max")
         assert out.is_meta and out.shape == (5, 3)
         assert torch.autograd.grad(out.sum(), x)[0].shape == (5, 3)
+
+
+def test_freed_memory_is_refused():
+    """No op reads through an index tensor, or a seed, whose storage is gone."""
+    operator_checks.require("cpu")
+    ops = torch.ops.fastattn
+    rowptr, col, perm = torch.tensor([0, 2, 3]), *torch.tensor([[0, 1, 1], [0, 2, 1]], dtype=torch.int32)
+    x, arg, seed = torch.randn(2, 4), torch.zeros(2, 4, dtype=torch.int32), torch.ones(1, dtype=torch.int64)
+    alpha, heads = torch.randn(2, 1), torch.randn(1, 1, 2, 4)
+    calls = (
+        (ops.is_ascending, (col,)),
+        (ops.edges_per_worker, (rowptr, 2)),
+        (ops.graph_csr, (col, perm, 3, 3)),
+        (ops.graph_checked_csr, (rowptr, col, 2)),
+        (ops.graph_ends, (rowptr, col, perm)),
+        (ops.aggregate_sum, (x, rowptr, col, perm, 2, None, None, None, arg, True)),
+        (
+            ops.graph_attention_forward,
+            ("additive", None, None, x[:, None], alpha, alpha, None, None, None, rowptr, col, perm, 2, seed)
+            + (1.0, 0.2, 0.5, False),
+        ),
+        (
+            ops.attention_forward,
+            (heads, heads, heads, None, None, None, None, seed, 1.0, 0.0, -1, -1, False, 0.5),
+        ),
+    )
+    for op, args in calls:
+        op(*args)
+        for i, tensor in enumerate(args):
+            if isinstance(tensor, torch.Tensor):
+                freed = tensor.clone()
+                freed.untyped_storage().resize_(0)
+                with pytest.raises(RuntimeError, match="memory of its own"):
+                    op(*args[:i], freed, *args[i + 1 :])

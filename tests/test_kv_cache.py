@@ -68,6 +68,7 @@ def test_lengths_around_the_blocks(impl, L, page_size):
 @pytest.mark.parametrize("lengths, H, Hkv, L, T, D, Dv", [
     ((), 2, 1, 1, 1, 4, 4), ((3, 0), 0, 0, 1, 1, 4, 4), ((3, 0), 2, 1, 0, 2, 4, 4),
     ((3, 0), 2, 1, 2, 0, 4, 0), ((0, 0), 2, 2, 3, 0, 4, 5), ((2, 1), 2, 2, 3, 1, 0, 5),
+    ((3, 0), 0, 2, 2, 1, 4, 5), ((2, 1), 2, 2, 40, 1, 0, 0),
 ])  # fmt: skip
 @pytest.mark.parametrize("page_size", (None, 2))
 def test_empty_tensors(impl, lengths, H, Hkv, L, T, D, Dv, page_size):

@@ -82,7 +82,7 @@ struct Selection {
     held = in_rows(*arg);
     STD_TORCH_CHECK(is_wide("arg", held) == graph.wide, "arg must have the dtype of col");
     bool fits = held.dim() == layout.dim;
-    view.data = held.data_ptr();
+    view.data = data_of("arg", held);
     for (int64_t i = 0; fits && i < layout.dim; ++i) {
       const int place = layout.place[i];
       fits = held.size(i) == expected[place];

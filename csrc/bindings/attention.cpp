@@ -101,21 +101,13 @@ std::vector<Sequence> fill(AttentionParams& p, const Array& query, const Array& 
   STD_TORCH_CHECK(options.window_left >= -1 && options.window_right >= -1,
                   "window_left and window_right must be -1 or more, got ", options.window_left, " and ",
                   options.window_right);
-  STD_TORCH_CHECK(options.dropout_p >= 0 && options.dropout_p <= 1, "dropout_p must be in [0, 1], got ",
-                  options.dropout_p);
   p.scale = options.scale;
   p.softcap = options.softcap;
   p.window_left = options.window_left;
   p.window_right = options.window_right;
   p.lower_right = options.lower_right;
   p.dropout_p = options.dropout_p;
-  p.seed = 0;
-  if (options.dropout_p > 0) {
-    STD_TORCH_CHECK(
-        dropout_seed && dropout_seed->numel() == 1 && dtype_code(*dropout_seed) == aoti_torch_dtype_int64(),
-        "dropout_seed must be an int64 tensor with one element when dropout_p > 0");
-    p.seed = uint64_t(*static_cast<const int64_t*>(dropout_seed->data_ptr()));
-  }
+  p.seed = read_seed(dropout_seed, options.dropout_p);
   return sequences;
 }
 

@@ -15,7 +15,7 @@ namespace {
 
 EdgeEnds ends_of(const char* name, const Tensor& tensor, int64_t nodes) {
   STD_TORCH_CHECK(tensor.dim() == 1, name, " must have 1 dimension, got ", tensor.dim());
-  return {tensor.data_ptr(), tensor.stride(0), nodes, is_wide(name, tensor)};
+  return {data_of(name, tensor), tensor.stride(0), nodes, is_wide(name, tensor)};
 }
 
 // A ValueError in Python.
@@ -69,8 +69,9 @@ Tensor copy_index(const char* name, const Tensor& tensor, bool wide, std::pair<i
     return wide ? copy_numbers(from, count, static_cast<int64_t*>(result.data_ptr()))
                 : copy_numbers(from, count, static_cast<int32_t*>(result.data_ptr()));
   };
-  bounds = is_wide(name, held) ? copy(static_cast<const int64_t*>(held.data_ptr()))
-                               : copy(static_cast<const int32_t*>(held.data_ptr()));
+  const void* data = data_of(name, held);
+  bounds =
+      is_wide(name, held) ? copy(static_cast<const int64_t*>(data)) : copy(static_cast<const int32_t*>(data));
   return result;
 }
 
@@ -147,7 +148,7 @@ Tensor edges_per_worker(const Tensor& rowptr, int64_t threads) {
   STD_TORCH_CHECK(dtype_code(rowptr) == aoti_torch_dtype_int64() && rowptr.dim() == 1 && rowptr.numel() >= 1,
                   "rowptr must be int64 of shape (N + 1,)");
   const Tensor held = as_contiguous(rowptr);
-  const EdgeSplit split = split_edges(static_cast<const int64_t*>(held.data_ptr()), held.numel() - 1);
+  const EdgeSplit split = split_edges(static_cast<const int64_t*>(data_of("rowptr", held)), held.numel() - 1);
   Tensor result = allocate_index(true, &threads, 1);
   int64_t* edges = static_cast<int64_t*>(result.data_ptr());
   std::fill(edges, edges + threads, 0);

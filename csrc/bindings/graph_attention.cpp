@@ -93,17 +93,10 @@ void fill(GraphAttentionParams& p, const Arguments& a, const GraphView& by_targe
       if (a.edge) p.edge = holder.features("edge", *a.edge, p.dtype, by_target.edges, p.H, p.D);
     }
   }
-  STD_TORCH_CHECK(a.dropout_p >= 0 && a.dropout_p <= 1, "dropout_p must be in [0, 1], got ", a.dropout_p);
   p.scale = a.scale;
   p.negative_slope = a.negative_slope;
   p.dropout_p = a.dropout_p;
-  p.seed = 0;
-  if (a.dropout_p > 0) {
-    STD_TORCH_CHECK(a.dropout_seed && a.dropout_seed->numel() == 1 &&
-                        dtype_code(*a.dropout_seed) == aoti_torch_dtype_int64(),
-                    "dropout_seed must be an int64 tensor with one element when dropout_p > 0");
-    p.seed = uint64_t(*static_cast<const int64_t*>(a.dropout_seed->data_ptr()));
-  }
+  p.seed = read_seed(a.dropout_seed, a.dropout_p);
 }
 
 std::tuple<Tensor, Tensor, Tensor> graph_attention_forward(

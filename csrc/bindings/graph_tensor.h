@@ -63,8 +63,8 @@ struct GraphArrays {
     view.rows = rowptr.numel() - 1;
     view.edges = col.numel();
     view.wide = is_wide("col", col);
-    view.rowptr = static_cast<const int64_t*>(rowptr.data_ptr());
-    view.col = col.data_ptr();
+    view.rowptr = static_cast<const int64_t*>(data_of("rowptr", rowptr));
+    view.col = data_of("col", col);
     view.perm = nullptr;
     STD_TORCH_CHECK(view.rowptr[0] == 0 && view.rowptr[view.rows] == view.edges,
                     "rowptr must go from 0 to the number of edges, ", view.edges, ", got ", view.rowptr[0],
@@ -74,7 +74,7 @@ struct GraphArrays {
     STD_TORCH_CHECK(is_wide("perm", *perm) == view.wide, "perm must have the dtype of col");
     STD_TORCH_CHECK(perm->dim() == 1 && perm->numel() == view.edges, "perm must have shape (", view.edges,
                     ",), got a tensor of ", perm->dim(), " dimensions and ", perm->numel(), " elements");
-    view.perm = perm->data_ptr();
+    view.perm = data_of("perm", *perm);
   }
 };
 

@@ -19,12 +19,11 @@ struct Integers {
   bool wide;
   int64_t size[2] = {1, 1}, stride[2] = {0, 0};
 
-  Integers(const char* name, const Tensor& tensor, int64_t dim) : name(name), data(tensor.data_ptr()) {
+  Integers(const char* name, const Tensor& tensor, int64_t dim) : name(name), data(data_of(name, tensor)) {
     const int32_t code = dtype_code(tensor);
     wide = code == aoti_torch_dtype_int64();
     STD_TORCH_CHECK(wide || code == aoti_torch_dtype_int32(), name, " must be int32 or int64");
     STD_TORCH_CHECK(tensor.dim() == dim, name, " must have ", dim, " dimensions, got ", tensor.dim());
-    STD_TORCH_CHECK(data || tensor.numel() == 0, name, " must be a plain tensor with memory of its own");
     std::copy_n(tensor.sizes().data(), dim, size);
     std::copy_n(tensor.strides().data(), dim, stride);
   }

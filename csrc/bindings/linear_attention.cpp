@@ -162,6 +162,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_attention_back
     p.grad_initial_kv = output_view(grad_initial_kv);
     p.grad_initial_z = output_view(grad_initial_z);
   }
+  if (p.H == 0)  // the kernel then has nothing to walk along
+    for (Tensor* grad : {&grad_key, &grad_value}) torch::stable::zero_(*grad);
   linear_attention_kernels(p.query.dtype).backward(p, torch_parallel());
   return {grad_query, grad_key, grad_value, grad_decay, grad_initial_kv, grad_initial_z};
 }

@@ -14,8 +14,7 @@ inline std::vector<int64_t> read_bounds(const char* name, const Tensor& tensor, 
   STD_TORCH_CHECK(tensor.dim() == 1 && tensor.size(0) >= 1, name,
                   " must have one dimension and at least one element");
   const int64_t count = tensor.size(0), step = tensor.stride(0);
-  const void* data = tensor.data_ptr();
-  STD_TORCH_CHECK(data, name, " must be a plain tensor with memory of its own");
+  const void* data = data_of(name, tensor);
   std::vector<int64_t> bounds(static_cast<size_t>(count));
   for (int64_t i = 0; i < count; ++i)
     bounds[size_t(i)] = code == aoti_torch_dtype_int32() ? static_cast<const int32_t*>(data)[i * step]

@@ -49,6 +49,13 @@ inline int32_t dtype_code(const Tensor& tensor) {
   return code;
 }
 
+// Wrappers, tensors of zeros that are never written, and those whose storage was freed have no memory.
+inline void* data_of(const char* name, const Tensor& tensor) {
+  void* data = tensor.data_ptr();
+  STD_TORCH_CHECK(data || tensor.numel() == 0, name, " must be a plain tensor with memory of its own");
+  return data;
+}
+
 // A tensor's metadata, read once; valid while the tensor lives.
 struct Array {
   const char* name;
@@ -58,11 +65,9 @@ struct Array {
   DType dtype = DType::f32;
   void* data = nullptr;
 
-  Array(const char* name, const Tensor& tensor) : name(name), dim(tensor.dim()), data(tensor.data_ptr()) {
+  Array(const char* name, const Tensor& tensor) : name(name), dim(tensor.dim()), data(data_of(name, tensor)) {
     size = tensor.sizes().data();
     stride = tensor.strides().data();
-    // Wrappers and tensors of zeros that are never written have no memory of their own.
-    STD_TORCH_CHECK(data || tensor.numel() == 0, name, " must be a plain tensor with memory of its own");
     const int32_t code = dtype_code(tensor);
     for (const TorchDType& known : torch_dtypes())
       if (known.code == code) {
@@ -171,6 +176,16 @@ inline Tensor to_dtype(const Tensor& tensor, DType dtype) {
       torch::headeronly::ScalarType::BFloat16, torch::headeronly::ScalarType::Half,
       torch::headeronly::ScalarType::Bool};
   return torch::stable::to(tensor, types[static_cast<int>(dtype)]);
+}
+
+// What a call's dropout pattern is drawn from; 0 where nothing is dropped.
+inline uint64_t read_seed(const MaybeTensor& dropout_seed, double dropout_p) {
+  STD_TORCH_CHECK(dropout_p >= 0 && dropout_p <= 1, "dropout_p must be in [0, 1], got ", dropout_p);
+  if (dropout_p == 0) return 0;
+  STD_TORCH_CHECK(
+      dropout_seed && dropout_seed->numel() == 1 && dtype_code(*dropout_seed) == aoti_torch_dtype_int64(),
+      "dropout_seed must be an int64 tensor with one element when dropout_p > 0");
+  return uint64_t(*static_cast<const int64_t*>(data_of("dropout_seed", *dropout_seed)));
 }
 
 // Workers on torch's own threads. An exception is carried over the C boundary of the stable ABI, which would

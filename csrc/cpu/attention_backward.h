@@ -81,7 +81,7 @@ struct Chunks {
     // As many as its part of the work deserves.
     const double wanted = own.keys > 0 ? 4 * threads * (own.keys / all.keys) / double(units) : 1;
     const int64_t visible = p.L > 0 ? problem.key_end - problem.key_begin : 0;
-    few_rows = p.L > 0 && has_few_rows(problem, kDecodeGradRows);
+    few_rows = has_few_rows(problem, kDecodeGradRows);
     count = few_rows ? decode_splits(problem, all.heads)
                      : max(1, min(int64_t(__builtin_ceil(wanted)), visible / 512));
     keys = max(kBlock, round_up((p.S + count - 1) / count, kBlock));
@@ -125,8 +125,8 @@ inline void backward_head(const Problem<T>& problem, const AttentionGradParams& 
   const int64_t span_keys = round_up(chunk_end - chunk_begin, kKeyStep<T>);
   A<T>* grad_key = arena.take_zero<A<T>>(span_keys * scratch.columns);
   A<T>* grad_value = arena.take_zero<A<T>>(span_keys * scratch.columns_v);
-  const int64_t together = max(
-      1, min(8, (512 << 10) / (2 * (problem.depth + problem.depth_v) * kTile<T> * int64_t(sizeof(A<T>)))));
+  const int64_t panels = 2 * max(1, problem.depth + problem.depth_v);
+  const int64_t together = max(1, min(8, (512 << 10) / (panels * kTile<T> * int64_t(sizeof(A<T>)))));
   Tile<T>* tiles = arena.take<Tile<T>>(together);
   GradTile<T>* grads = arena.take<GradTile<T>>(together);
   // Panels of the tiles in flight are the same size every time: take them once.

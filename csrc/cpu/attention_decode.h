@@ -18,7 +18,8 @@ constexpr int64_t kStrip = 16;
 constexpr int64_t kFetch = 8, kTouch = 24;
 template <class T>
 inline bool has_few_rows(const Problem<T>& problem, int64_t limit) {
-  return problem.group * problem.p.L <= min(limit, kTile<T>) && !problem.has_dropout();
+  const int64_t rows = problem.group * problem.p.L;
+  return rows > 0 && rows <= min(limit, kTile<T>) && !problem.has_dropout();
 }
 
 template <class T>

@@ -132,7 +132,7 @@ struct ForwardPlan {
   static int64_t tiles_per_task(const Problem<T>& problem, const Work& all, int threads) {
     // Enough tasks that uneven ones balance, few enough that a packed key block is shared, which pairs cannot
     // do without; panels stay in L2.
-    const int64_t panel = problem.depth + problem.p.Dv;
+    const int64_t panel = max(1, problem.depth + problem.p.Dv);
     const int64_t fit = max(1, (512 << 10) / (panel * kTile<T> * int64_t(sizeof(A<T>))));
     const int64_t tiles = int64_t(all.keys / Work::keys_per_tile(problem));  // like these, in all
     return max(1, min(min(8, fit), tiles / (int64_t(threads) * (kPairs<T> ? 3 : 6))));

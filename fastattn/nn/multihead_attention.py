@@ -126,7 +126,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             key_padding_mask: boolean, ``True`` hides the key from every query; or floating point, added to
                 the scores, -inf hides.
             need_weights: also return the attention weights. Averaged over heads they are summed as they are
-                formed; no (N, H, L, S) tensor exists at any time.
+                formed; an (N, H, L, S) tensor exists only where a gradient flows back into them.
             attn_mask: boolean, ``True`` hides; or floating point, added to the scaled scores, -inf hides.
                 Its dtype is that of the projected query or float32.
             average_attn_weights: return the mean of the weights over heads rather than the weights per head.
