@@ -18,10 +18,10 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = [
-    "INTERPRETED", "LN2", "LOG2E", "Config", "architecture", "block_of", "check", "compile_only", "describe",
+    "INTERPRETED", "LN2", "LOG2E", "Config", "Launch", "architecture", "block_of", "check", "describe",
     "device", "dropout_keep", "dropout_threshold", "dropout_words", "launch", "load_rows", "mask_numbers",
-    "needs_wide_offsets", "operand", "precision", "product", "seed_word", "store_rows", "to_log2",
-    "to_natural",
+    "needs_wide_offsets", "operand", "precision", "product", "record_launches", "seed_word", "store_rows",
+    "to_log2", "to_natural",
 ]  # fmt: skip
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -42,30 +42,32 @@ class Config(NamedTuple):
     stages: int
 
 
-class Compiled(NamedTuple):
-    kernel: str
-    config: Config
-    result: object
+class Launch(NamedTuple):
+    """A kernel, its tile with warps and stages, and everything it is called with."""
+
+    kernel: JITFunction
+    config: NamedTuple
+    arguments: dict[str, object]
 
 
 # A function that kernels call. The interpreter would set itself up anew at each call of one that is compiled,
 # which takes longer than everything else; inside a kernel the plain function does the same.
 device = (lambda function: function) if INTERPRETED else triton.jit
 
-_compiled: list[Compiled] | None = None
+_launches: list[Launch] | None = None
 
 
 @contextmanager
-def compile_only(target_driver) -> Iterator[list[Compiled]]:
-    """Inside, ``launch`` compiles for the driver's target and runs nothing; tensors may be without memory."""
-    global _compiled
+def record_launches(target_driver) -> Iterator[list[Launch]]:
+    """Inside, ``launch`` only notes what the driver's target would get; tensors may be without memory."""
+    global _launches
     architecture.cache_clear()
     driver.set_active(target_driver)
-    _compiled = []
+    _launches = []
     try:
-        yield _compiled
+        yield _launches
     finally:
-        _compiled = None
+        _launches = None
         architecture.cache_clear()
 
 
@@ -86,10 +88,8 @@ def launch(kernel, programs: int, config: Config, **arguments) -> None:
         raise NotImplementedError(f"the call needs {programs} programs, one launch has fewer than 2**31")
     # Triton fuses multiplications and additions by default, which will change.
     arguments |= {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
-    if _compiled is not None:
-        compiled = kernel.warmup(grid=(programs,), **arguments)
-        name = " ".join((kernel.fn.__name__, *([arguments["ROLE"]] if "ROLE" in arguments else [])))
-        _compiled.append(Compiled(name, config, compiled))
+    if _launches is not None:
+        _launches.append(Launch(kernel, config, arguments))
     elif INTERPRETED:
         with numpy.errstate(all="ignore"):  # infinities and NaN are ordinary numbers here
             kernel[(programs,)](**arguments)

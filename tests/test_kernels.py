@@ -1,9 +1,13 @@
 """Triton kernels compiled for GPUs that are not there: `python -m fastattn.kernels` and what it finds."""
 
+import csv
 import importlib
 import mmap
 import re
+import shutil
 import sys
+import warnings
+from collections import Counter
 from pathlib import Path
 
 import kv_cache_cases
@@ -19,15 +23,23 @@ pytestmark = pytest.mark.skipif(
 )  # on Linux it comes with what the tests require
 
 
-def read_table(lines) -> list[dict[str, str]]:
-    header, _, *rows = [line.strip("| ").split(" | ") for line in lines]
-    return [dict(zip(header, row, strict=True)) for row in rows]
+RECORD = Path(__file__).parent.parent / "docs/triton_kernels.tsv"
+
+
+def read_table(text) -> list[dict[str, str]]:
+    return list(csv.DictReader(text.splitlines(), delimiter="\t"))
 
 
 def compiled(run_python, target, *families) -> list[dict[str, str]]:
     chosen = [word for family in families for word in ("--family", family)]
     done = run_python("-m", "fastattn.kernels", "--main", "--target", target, *chosen, TRITON_INTERPRET="0")
-    return read_table(done.stdout.splitlines())
+    return read_table(done.stdout)
+
+
+def update(run_python, record, *chosen) -> tuple[int, int]:
+    """The number of all configurations, and of those that were compiled."""
+    done = run_python("-m", "fastattn.kernels", "--record", record, *chosen, TRITON_INTERPRET="0")
+    return tuple(map(int, re.match(r"(\d+) configurations, (\d+) ", done.stderr).groups()))
 
 
 # The matrix instruction, and the shared memory of a program in KB.
@@ -53,18 +65,94 @@ def test_softmax_attention_compiles(run_python, target):
         assert row["matrix"] == matrix and row["128-bit loads"] == "yes", row
 
 
-def test_documented_table():
-    """The same cases for every target; softmax attention of 64 or 128 channels of 16 bits spills nothing."""
-    text = (Path(__file__).parent.parent / "docs/triton.md").read_text()
-    rows = read_table(re.search(r"^\| target (?:.*\n)(?:\|.*\n)*", text, re.MULTILINE)[0].splitlines())
-    cases = {target: {row["case"] for row in rows if row["target"] == target} for target in LIMITS}
-    main = r"attention, b?float16 (64|128) (?!everything)"
-    for target, found in cases.items():
-        assert found == cases["cuda:80"], target
-    assert sum(re.match(main, case) is not None for case in cases["cuda:80"]) == 8
+def test_every_configuration(run_python, tmp_path):
+    """As the record says; those that are no longer what they were when it was made are compiled here."""
+    copy = Path(shutil.copy(RECORD, tmp_path))
+    total, new = update(run_python, copy)
+    if new:
+        command = f"python -m fastattn.kernels --record docs/{RECORD.name}"
+        message = f"{new} of {total} configurations had to be compiled, `{command}` would record them"
+        warnings.warn(message, stacklevel=1)
+    rows = read_table(copy.read_text())
+    assert len(rows) == total
     for row in rows:
-        if re.match(main, row["case"]) and row["kernel"] != "weights":
-            assert row["spilled bytes"] == "0", row
+        assert int(row["shared bytes"]) <= LIMITS[row["target"]][1] << 10, row
+
+    cases = r"attention, b?float16 (64|128) (causal|plain|window|boolean mask|packed)$"
+    kernels = ("forward", "grad_query", "grad_key_value")
+    main = [row for row in rows if re.match(cases, row["case"]) and row["kernel"] in kernels]
+    assert len(main) == len(LIMITS) * 2 * 2 * 5 * len(kernels)
+    for row in main:
+        assert row["matrix"] == LIMITS[row["target"]][0] and row["128-bit loads"] == "yes", row
+        # With a mask two registers do on sm_80, in a tile that 128 channels without one need as it is.
+        assert int(row["spilled bytes"]) <= (8 if "mask" in row["case"] else 0), row
+
+    cases = r"linear attention, (bfloat16|float16) (64|128) causal$"
+    walks = [row for row in rows if re.match(cases, row["case"]) and row["kernel"].startswith("walk ")]
+    assert Counter(row["target"] for row in walks) == dict.fromkeys(LIMITS, 16)
+    for row in walks:
+        assert row["target"] != "cuda:90" or row["matrix"] == "wgmma", row
+
+
+def test_record_is_brought_up_to_date(run_python, tmp_path):
+    """What is missing or was made from something else is compiled, and what is of nothing goes."""
+    record, chosen = tmp_path / "record", ("--main", "--target", "cuda:90", "--family", "aggregation")
+    _, new = update(run_python, record, *chosen)
+    before = record.read_text()
+    header, first, second, *others = before.splitlines(keepends=True)
+    assert len(others) == new - 2 > 2
+    record.write_text("".join([header, first[:-2] + "-\n", *others]))
+    assert update(run_python, record, *chosen)[1] == 2
+    assert record.read_text() == before
+
+
+KERNEL = """
+import triton
+import triton.language as tl
+
+SCALE = tl.constexpr(2.0)
+
+@triton.jit
+def inner(x):
+    return x * SCALE
+
+@triton.jit(do_not_specialize=["n"])
+def outer(x, n, BLOCK: tl.constexpr):
+    tl.store(x + n, inner(tl.load(x)))
+"""
+SAME = {
+    "comment": ("    return", "    # why\n    return"),
+    "docstring": ("    tl.store", '    """What it does."""\n    tl.store'),
+    "line number": ("import triton\n", "\n\nimport triton\n"),
+    "line break": ("inner(tl.load(x))", "inner(\n        tl.load(x)\n    )"),
+}
+OTHER = {
+    "kernel": ("x + n", "x - n"),
+    "function that it calls": ("x * SCALE", "SCALE * x"),
+    "constant": ("2.0", "3.0"),
+    "decorator": ('["n"]', '["x"]'),
+    "type": ("BLOCK: tl.constexpr", "BLOCK"),
+}
+
+
+def test_fingerprints_of_code(run_python, tmp_path):
+    """They know what a kernel calls, and not how it is written."""
+    for name, change in {"base": ("", ""), **SAME, **OTHER}.items():
+        path = tmp_path / f"fastattn_{name.replace(' ', '_')}.py"
+        path.write_text(KERNEL.replace(*change))
+    code = f"""
+import importlib, pathlib, sys
+from fastattn.kernels._offline import code_of
+sys.path.append({str(tmp_path)!r})
+for path in pathlib.Path({str(tmp_path)!r}).glob("*.py"):
+    function = importlib.import_module(path.stem).outer.fn
+    print(path.stem, code_of(function).replace(path.stem, ""), sep="\t")
+"""
+    done = run_python("-c", code, TRITON_INTERPRET="0")
+    found = dict(line.split("\t") for line in done.stdout.splitlines())
+    codes = {name: found[f"fastattn_{name.replace(' ', '_')}"] for name in ("base", *SAME, *OTHER)}
+    assert all(codes[name] == codes["base"] for name in SAME)
+    assert len({codes[name] for name in ("base", *OTHER)}) == 1 + len(OTHER)
 
 
 @pytest.mark.parametrize("target", ("cuda:90", "hip:gfx942"))
@@ -85,10 +173,15 @@ GATHERING = {"sum", "max", "dot", "forward", "grad_sources", "grad_gatv2_targets
 def test_kernels_of_graphs_compile(run_python, target):
     """No spills, and loads of 128 bits by whoever gathers features."""
     rows = compiled(run_python, target, "aggregation", "graph attention")
-    assert {row["kernel"] for row in rows} >= GATHERING | {"join", "join_max", "join_sums", "delta"}
+    assert {row["kernel"].split()[0] for row in rows} >= GATHERING | {
+        "join",
+        "join_max",
+        "join_sums",
+        "delta",
+    }
     for row in rows:
         assert row["target"] == target and int(row["spilled bytes"]) == 0, row
-        if row["kernel"] in GATHERING and "x 1, " not in row["tile, warps, stages"]:
+        if row["kernel"].split()[0] in GATHERING and "x 1, " not in row["tile, warps, stages"]:
             assert row["128-bit loads"] == "yes", row
 
 
@@ -107,34 +200,25 @@ def test_linear_attention_compiles(run_python, target):
             assert int(row["shared bytes"]) <= 227 << 10 and int(row["spilled bytes"]) == 0, row
 
 
-def test_what_is_compiled_is_every_tile_of_the_launch_tables(run_python):
+def test_every_entry_of_the_launch_tables_is_in_a_configuration(run_python):
     code = """
-import torch, fastattn
-from fastattn.kernels import __main__ as main, _common, _edges, _launch_tables as tables
-from fastattn.kernels import aggregation, attention, graph_attention, kv_cache, linear_attention
+from fastattn.kernels import _cases, _launch_tables as tables, _offline
 
-def choose(table, device, dtype, width):
-    config = tables.choose_config(table, device, dtype, width)
-    chosen.add((names[id(table)], config))
-    return config
+class Entry(tuple):
+    def __iter__(self):
+        chosen.add(id(self))
+        return super().__iter__()
 
-for module in (attention, kv_cache, linear_attention):
-    module.choose_config = choose
-for module in (attention, kv_cache, linear_attention, aggregation, graph_attention, _edges):
-    module.launch = lambda *args, **kwargs: None
-names = {id(table): name for name, table in vars(tables).items() if isinstance(table, dict)}
-for target in main.TARGETS.values():
-    chosen = set()
-    with _common.compile_only(main.Offline(target.gpu)):
-        for case in main.EVERYTHING:
-            main.FAMILIES[case.family](case)
-        there = {
-            (name, tables.choose_config(getattr(tables, name), torch.device("meta"), dtype, 2**n))
-            for name in names.values() if name in tables.__all__
-            for dtype in (torch.float16, torch.float32, torch.float64) for n in range(4, 10)
-            if name != "WALK_TF32" or (dtype != torch.float64 and target.gpu.backend == "cuda")
-        }
-    assert len(there) > 20 and there <= chosen, there - chosen
+chosen, entries = set(), {}
+for name, table in vars(tables).items():
+    if isinstance(table, dict) and name in tables.__all__:
+        for architecture in table.keys() - {"interpreter"}:
+            for key, config in table[architecture].items():
+                table[architecture][key] = entries[name, architecture, key] = Entry(config)
+found = _offline.configurations(_offline.TARGETS, _cases.EVERYTHING)
+assert len(entries) > 50
+missing = [entry for entry in entries if id(entries[entry]) not in chosen]
+assert not missing, missing
 """
     run_python("-c", code, TRITON_INTERPRET="0")
 
@@ -254,9 +338,10 @@ def test_float16_in_linear_attention_needs_the_range_of_float32(run_python):
     """TF32 has it and is fast; AMD's GPUs, also where torch is not built for them, form exact products."""
     code = """
 import torch
-from fastattn.kernels import __main__ as main, _common, linear_attention
-for name, target in main.TARGETS.items():
-    with _common.compile_only(main.Offline(target.gpu)):
+from fastattn.kernels import _offline, linear_attention
+from fastattn.kernels._common import record_launches
+for name in _offline.TARGETS:
+    with record_launches(_offline.Offline(name)):
         operand, _, precision = linear_attention._operand(torch.float16, torch.device("meta"))
     assert (str(operand), precision) == ("fp32", "ieee" if name.startswith("hip") else "tf32"), name
 """
