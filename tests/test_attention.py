@@ -507,3 +507,21 @@ def test_other_instruction_sets(other_isa, run_python):
     run_python(
         "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", chosen, *files, FASTATTN_CPU_ISA=other_isa
     )
+
+
+@pytest.mark.parametrize("L", (1, 33))
+def test_gradients_where_whole_blocks_make_fewer_chunks_of_keys(L):
+    """Keys are cut into as many chunks as threads want, and then into whole blocks, which are fewer."""
+    threads = torch.get_num_threads()
+    inputs = [torch.randn(1, 1, n, 4, dtype=torch.float64) for n in (L, 3100, 3100)]
+    results = []
+    try:
+        for impl, count in (("reference", 1), (require("cpu"), 2), ("cpu", 4)):
+            torch.set_num_threads(count)
+            leaves = [t.clone().requires_grad_() for t in inputs]
+            out = fastattn.scaled_dot_product_attention(*leaves, impl=impl)
+            results.append(torch.autograd.grad(out.square().sum(), leaves))
+    finally:
+        torch.set_num_threads(threads)
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0])

@@ -85,6 +85,7 @@ struct Chunks {
     count = few_rows ? decode_splits(problem, all.heads)
                      : max(1, min(int64_t(__builtin_ceil(wanted)), visible / 512));
     keys = max(kBlock, round_up((p.S + count - 1) / count, kBlock));
+    count = max(1, (p.S + keys - 1) / keys);  // none is empty, which would begin within the last block
     slopes_per_task = p.B * p.H / units;
     size = p.B * p.Hkv * (few_rows ? decode_grad_size(problem) : problem.tiles * p.D * kTile<T>);
     tasks = units * count;
