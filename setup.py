@@ -18,8 +18,12 @@ import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # without build isolation nobody looks at pyproject.toml
+    raise SystemExit("fastattn: building needs setuptools >= 77") from None
 
 os.chdir(Path(__file__).resolve().parent)  # paths are relative, so that none of this machine is compiled in
 BUILD = Path("build/native")  # kept between installs: the next one compiles only what changed
