@@ -334,8 +334,11 @@ def backward_arguments(**changes) -> dict:
 def weights_arguments(**changes) -> dict:
     arguments = backward_arguments()
     names = ("query", "key", "lse", *TENSORS, *OPTIONS)
-    arguments = {name: arguments[name] for name in names if name != "sinks"}
-    return arguments | {"average_heads": True} | changes
+    return {name: arguments[name] for name in names} | {"average_heads": True} | changes
+
+
+def forward_with_weights_arguments(**changes) -> dict:
+    return forward_arguments() | {"average_heads": True} | changes
 
 
 WRONG = {
@@ -367,7 +370,12 @@ WRONG = {
     "alibi_grad": [True],
     "sinks_grad": [True],
 }
-OPS = {"forward": forward_arguments, "backward": backward_arguments, "weights": weights_arguments}
+OPS = {
+    "forward": forward_arguments,
+    "backward": backward_arguments,
+    "weights": weights_arguments,
+    "forward_with_weights": forward_with_weights_arguments,
+}
 
 
 @pytest.mark.parametrize("op", OPS)
