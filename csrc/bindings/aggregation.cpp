@@ -102,8 +102,7 @@ std::array<int64_t, 4> size_of_rows(const AggregateParams& p, const Layout& layo
 
 // Of the dtype of x; kernels rely on it being contiguous.
 Tensor allocate_output(const AggregateParams& p, const Layout& layout) {
-  const int64_t bytes = p.x.dtype == DType::f64 ? 8 : p.x.dtype == DType::f32 ? 4 : 2;
-  return in_huge_pages(allocate_contiguous(p.x.dtype, size_of_rows(p, layout).data(), layout.dim), bytes);
+  return allocate_contiguous(p.x.dtype, size_of_rows(p, layout).data(), layout.dim);
 }
 View contiguous_view(const Tensor& tensor, DType dtype) { return {tensor.data_ptr(), dtype, {0, 0, 0, 0}}; }
 
@@ -147,8 +146,7 @@ std::tuple<Tensor, Tensor> aggregate_max(const Tensor& x_, const Tensor& rowptr,
   Tensor out = allocate_output(p, x.layout);
   const std::array<int64_t, 4> nothing{};
   const int64_t* size = return_arg ? out.sizes().data() : nothing.data();
-  Tensor arg =
-      in_huge_pages(allocate_index(p.graph.wide, size, return_arg ? x.layout.dim : 1), p.graph.wide ? 8 : 4);
+  Tensor arg = allocate_index(p.graph.wide, size, return_arg ? x.layout.dim : 1);
   p.out = contiguous_view(out, p.x.dtype);
   p.arg = return_arg ? arg.data_ptr() : nullptr;
   if (out.numel() > 0) aggregation_kernels().max(p, torch_parallel());

@@ -1,9 +1,5 @@
 // Graphs between torch and the plain structs of csrc/cpu.
 #pragma once
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include "edge_split.h"
 #include "tensor.h"
 
@@ -28,22 +24,6 @@ inline Tensor allocate_index(bool wide, const int64_t* size, int64_t dim) {
 
 inline Tensor as_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
-}
-
-// A large result lies in memory that was never touched, and each page costs a fault: in pages of 4 KiB a
-// third of the time of a sum over 2 million edges. Pages of 2 MiB, where the system grants them, save most of
-// that.
-inline Tensor in_huge_pages(Tensor tensor, int64_t element_bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kPage = uintptr_t(2) << 20, kWorth = 4 * kPage;
-  const uintptr_t bytes = uintptr_t(tensor.numel() * element_bytes);
-  if (bytes >= kWorth) {
-    const uintptr_t start = reinterpret_cast<uintptr_t>(tensor.data_ptr());
-    const uintptr_t from = (start + kPage - 1) / kPage * kPage, to = (start + bytes) / kPage * kPage;
-    madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);  // a wish: failing does no harm
-  }
-#endif
-  return tensor;
 }
 
 // rowptr (N + 1), col (E) and perm (E) of a graph, which is trusted to be one: only what is quickly seen is

@@ -141,9 +141,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_attention_back
   STD_TORCH_CHECK(!decay_grad || decay, "decay_grad needs decay");
   STD_TORCH_CHECK(!state_grad || initial_kv, "state_grad needs initial_kv");
 
-  Tensor grad_query = torch::stable::empty_like(query);
-  Tensor grad_key = torch::stable::empty_like(key);
-  Tensor grad_value = torch::stable::empty_like(value);
+  Tensor grad_query = allocate_like(query);
+  Tensor grad_key = allocate_like(key);
+  Tensor grad_value = allocate_like(value);
   p.grad_query = output_view(grad_query);
   p.grad_key = output_view(grad_key);
   p.grad_value = output_view(grad_value);

@@ -14,6 +14,7 @@
 #include <optional>
 #include <string>
 
+#include "huge_pages.h"
 #include "parallel.h"
 #include "view.h"
 
@@ -134,6 +135,15 @@ inline View output_view(const Tensor& tensor) {
   return v;
 }
 
+// A dense tensor that nothing has been written to.
+inline Tensor in_huge_pages(Tensor tensor) {
+  const int64_t elements = tensor.numel();
+  if (uint64_t(elements) >= kWorthHugePages / 8)
+    wish_for_huge_pages(tensor.data_ptr(),
+                        uint64_t(elements) * aoti_torch_dtype_element_size(dtype_code(tensor)));
+  return tensor;
+}
+
 inline Tensor allocate_strided(int64_t dim, const int64_t* size, const int64_t* stride, int32_t dtype) {
   AtenTensorHandle handle;
   if (aoti_torch_empty_strided(dim, size, stride, dtype, aoti_torch_device_type_cpu(), 0, &handle) !=
@@ -142,7 +152,7 @@ inline Tensor allocate_strided(int64_t dim, const int64_t* size, const int64_t* 
     for (int64_t i = 0; i < dim; ++i) shape += (i ? ", " : "") + std::to_string(size[i]);
     STD_TORCH_CHECK(false, "there is no memory for a tensor of shape (", shape, ")");
   }
-  return Tensor(handle);
+  return in_huge_pages(Tensor(handle));
 }
 
 inline Tensor allocate(DType dtype, std::initializer_list<int64_t> size, const int64_t* stride) {
@@ -164,7 +174,7 @@ inline Tensor allocate_contiguous(DType dtype, std::initializer_list<int64_t> si
 
 // As empty_like, but without a call through the dispatcher where that only copies a contiguous shape.
 inline Tensor allocate_like(const Tensor& tensor) {
-  if (!tensor.is_contiguous()) return torch::stable::empty_like(tensor);
+  if (!tensor.is_contiguous()) return in_huge_pages(torch::stable::empty_like(tensor));
   return allocate_strided(tensor.dim(), tensor.sizes().data(), tensor.strides().data(), dtype_code(tensor));
 }
 

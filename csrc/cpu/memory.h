@@ -5,6 +5,7 @@
 #include <cstring>
 #include <new>
 
+#include "huge_pages.h"
 #include "simd.h"
 
 namespace fastattn::FASTATTN_ISA {
@@ -93,6 +94,7 @@ class Buffer {
   explicit Buffer(int64_t count)
       : data_(count ? static_cast<E*>(std::malloc(size_t(count) * sizeof(E))) : nullptr) {
     if (count && !data_) throw std::bad_alloc();
+    wish_for_huge_pages(data_, uint64_t(count) * sizeof(E));
   }
   Buffer(const Buffer&) = delete;
   ~Buffer() { std::free(data_); }
