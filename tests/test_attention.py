@@ -132,6 +132,38 @@ def test_few_queries(impl, dtype, options):
         check(call(case, impl), case)
 
 
+ROW_OPTIONS = {
+    "plain": {},
+    "float mask": {"mask": "float"},
+    "everything": {
+        "mask": "bool", "mask_shape": "ls", "padding": True, "alibi": "bh", "sinks": True, "softcap": 2.5,
+        "window_size": (140, 3), "causal_alignment": "lower_right",
+    },
+}  # fmt: skip
+
+
+@choices((torch.bfloat16, torch.float16), ())
+@pytest.mark.parametrize("name", ROW_OPTIONS)
+def test_few_queries_by_the_width_of_vectors_and_tiles(impl, name, dtype):
+    """Head dims around those that matrix tiles are cut into, rows and keys around those they pay for."""
+    sizes = (  # H, L, S, D, Dv
+        (2, 1, 127, 64, 64), (2, 1, 128, 64, 64), (8, 1, 31, 31, 33), (8, 1, 32, 32, 31), (8, 1, 33, 33, 32),
+        (4, 2, 145, 40, 130), (1, 15, 17, 96, 97), (4, 4, 257, 128, 161), (16, 1, 129, 129, 256),
+        (1, 17, 130, 65, 63), (3, 3, 1100, 64, 128), (2, 7, 700, 80, 40),
+    )  # fmt: skip
+    for n, (H, L, S, D, Dv) in enumerate(sizes):
+        case = make_case(2, 2 * H, 2, L, S, D, Dv, dtype, seed=n, **ROW_OPTIONS[name])
+        check(call(case, impl), case)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_of_few_queries(layout):
+    impl = require("cpu")
+    case = make_case(2, 4, 2, 3, 90, 48, 40, torch.bfloat16, mask="float", padding=True)
+    names = ("query", "key", "value", "attn_mask", "key_padding_mask", "grad_out")
+    check_layout(case, names, layout, lambda c: call(c, impl), exact=True)
+
+
 @pytest.mark.parametrize("B, H, Hkv, L, S, D, Dv", [
     (0, 2, 2, 3, 4, 5, 6), (2, 0, 0, 3, 4, 5, 6), (2, 4, 2, 0, 4, 5, 6), (2, 4, 2, 3, 0, 5, 6),
     (2, 2, 1, 3, 4, 5, 0), (2, 2, 2, 0, 0, 5, 5), (0, 0, 0, 0, 0, 1, 0), (2, 0, 2, 3, 4, 5, 6),

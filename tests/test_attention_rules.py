@@ -204,6 +204,28 @@ def test_visible_nan_is_never_hidden(impl):
         assert (call(case, impl)["out"][0, 0, :, 2] == math.inf).all()
 
 
+@pytest.mark.parametrize("D, Dv", ((64, 64), (40, 33)))
+def test_what_is_not_finite_stays_in_its_column(D, Dv):
+    """Few queries of matrix tiles, whose columns come in pairs and overlap."""
+    for value in (math.nan, math.inf, -math.inf):
+        for column in (0, 5, Dv - 2, Dv - 1):
+            case = make_case(1, 4, 1, 2, 200, D, Dv, torch.bfloat16)
+            expected = call(case, require("cpu"))["out"]
+            expected[..., column] = value
+            case.value[0, 0, 17, column] = value
+            out = call(case, "cpu")["out"]
+            torch.testing.assert_close(out, expected, rtol=0.02, atol=2e-3, equal_nan=True)
+    for column in (0, 11, D - 1):
+        case = make_case(1, 4, 1, 2, 200, D, Dv, torch.bfloat16)
+        case.query[..., column] = 1.0
+        case.key[0, 0, 17, column] = -math.inf
+        out = call(case, "cpu")
+        case.key_padding_mask = torch.arange(200)[None] != 17
+        hidden = call(case, "cpu")
+        torch.testing.assert_close(out["out"], hidden["out"], rtol=0.02, atol=2e-3)
+        torch.testing.assert_close(out["lse"], hidden["lse"], rtol=1e-5, atol=1e-4)
+
+
 def test_scores_of_minus_infinity_do_not_hide(impl):
     """Only masks empty a row: scores that are all -inf by value give NaN, some -inf are weights of zero."""
     case = make_case(1, 1, L=3, S=20, D=2, dtype=torch.float32)

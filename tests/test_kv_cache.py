@@ -65,6 +65,19 @@ def test_lengths_around_the_blocks(impl, L, page_size):
     check(call(case, impl), case)
 
 
+@pytest.mark.parametrize("page_size", (None, 1, 8, 16, 20, 64))
+@pytest.mark.parametrize("window", (-1, 133))
+def test_lengths_around_the_tiles(page_size, window):
+    """Few rows of bfloat16, whose keys are read 16 at a time where they lie side by side."""
+    impl = require("cpu", OP)
+    for D, Dv, L in ((64, 64, 1), (40, 100, 4)):
+        case = make_case(
+            (62, 63, 64, 65, 78, 79, 80, 126, 127, 128, 300), H=8, Hkv=2, L=L, D=D, Dv=Dv,
+            dtype=torch.bfloat16, page_size=page_size, window_size=(window, -1),
+        )  # fmt: skip
+        check(call(case, impl), case)
+
+
 @pytest.mark.parametrize("lengths, H, Hkv, L, T, D, Dv", [
     ((), 2, 1, 1, 1, 4, 4), ((3, 0), 0, 0, 1, 1, 4, 4), ((3, 0), 2, 1, 0, 2, 4, 4),
     ((3, 0), 2, 1, 2, 0, 4, 0), ((0, 0), 2, 2, 3, 0, 4, 5), ((2, 1), 2, 2, 3, 1, 0, 5),

@@ -15,6 +15,7 @@
 //   attention_pack.h       panels of query rows, blocks of keys and values
 //   attention_scores.h     scores of a tile and a key block, with bias and masks
 //   attention_softmax.h    weights, running sums, the finished tile; log-sum-exp back to weights
+//   attention_decode_tiles.h  products of few query rows on matrix tiles
 //   attention_decode.h     forward of few query rows
 //   attention_forward.h    forward of all others
 //   attention_gradients.h  dS of a tile and a key block, and its products

@@ -2,12 +2,13 @@
 // lanes of a tile would stay empty: here lanes are columns in the products and keys in the softmax, and the
 // rows of a group share each key and value loaded.
 #pragma once
+#include "attention_decode_tiles.h"
 #include "attention_softmax.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-constexpr int64_t kDecodeRows = 8;
+constexpr int64_t kDecodeRows = 8;       // two rows of weights of each fill a matrix tile
 constexpr int64_t kDecodeGradRows = 16;  // of the backward, where a tile has twice as many panels to pack
 // Keys that are computed with while the next ones are on their way from memory, where each is read once. They
 // stay in the first-level cache for all rows of a group.
@@ -20,6 +21,14 @@ template <class T>
 inline bool has_few_rows(const Problem<T>& problem, int64_t limit) {
   const int64_t rows = problem.group * problem.p.L;
   return rows > 0 && rows <= min(limit, kTile<T>) && !problem.has_dropout();
+}
+
+// Whether matrix tiles, whole ones, have the products of the forward. A single row gains nothing: its keys
+// and values come no faster. Less work than this does not make up for the lower clock of a processor that has
+// tiles in use.
+template <class T>
+inline bool uses_tiles(const AttentionParams& p, int64_t rows, int64_t keys) {
+  return kDecodeTiles<T> && p.D >= 32 && p.Dv >= 32 && rows > 1 && rows * keys >= 256;
 }
 
 template <class T>
@@ -125,18 +134,14 @@ FASTATTN_INLINE V<T> mask_row(const Problem<T>& problem, const Tile<T>& tile, in
   return bias;
 }
 
-template <class Row>
-FASTATTN_INLINE void prefetch_row(const Row* row, int64_t columns) {
-  for (int64_t d = 0; d < columns; d += 64 / int64_t(sizeof(Row))) __builtin_prefetch(row + d);
-}
-// The first keys of a block that comes next, up to where its strips go on.
+// Keys [begin, end), the first of a block that comes next, up to where its strips go on.
 template <class T>
-inline void prefetch_strip(const Problem<T>& problem, const View& view, int64_t columns, int64_t b,
-                           int64_t hk, int64_t begin, int64_t end) {
+inline void prefetch_keys(const Problem<T>& problem, const View& view, int64_t columns, int64_t b, int64_t hk,
+                          int64_t begin, int64_t end) {
   with_dtype_beside<T>(view.dtype, [&]<class S>(S) {
-    for (int64_t j = begin; j < min(begin + kFetch, end);) {
+    for (int64_t j = begin; j < end;) {
       const S* row = static_cast<const S*>(view.data) + problem.key_offset(view, b, hk, j);
-      for (const int64_t piece = min(min(begin + kFetch, end), problem.piece_end(j)); j < piece; ++j) {
+      for (const int64_t piece = min(end, problem.piece_end(j)); j < piece; ++j) {
         prefetch_row(row, columns);
         row += view.stride[2];
       }
@@ -335,12 +340,12 @@ inline void decode_block(const Problem<T>& problem, Decode<T>& decode, int64_t h
                        decode.scores + first);
     });
   });
-  prefetch_strip(problem, p.value, p.Dv, b, hk, begin, end);
+  prefetch_keys(problem, p.value, p.Dv, b, hk, begin, min(begin + kFetch, end));
   decode_transform(problem, decode, begin, keys);
   decode_weigh(decode, keys);
   with_rows(problem, p.value, p.Dv, b, hk, begin, end, decode.columns_v, decode.value, [&](auto* value) {
     for_each_strip(value, decode.columns_v, keys, [&](int64_t first, int64_t count) {
-      if (first + count == keys) prefetch_strip(problem, p.key, p.D, b, hk, end, last);
+      if (first + count == keys) prefetch_keys(problem, p.key, p.D, b, hk, end, min(end + kFetch, last));
       decode_values<T>(decode.scores + first, decode.tile.count, value + first, p.Dv, count, decode.columns_v,
                        decode.out);
     });
@@ -364,6 +369,91 @@ inline void finish_decode(const Problem<T>& problem, const Decode<T>& decode) {
   }
 }
 
+#if defined(__AMX_BF16__)
+// What the products on tiles take beside it.
+struct DecodeTiles {
+  bf16* query;      // see pack_tile_query
+  bf16* copy;       // a strip of keys or values
+  uint32_t* pairs;  // see pack_tile_weights
+  int64_t ld;
+  float* sums;  // [16][ld], two rows of each query; nobody reads those behind
+};
+inline void take_tiles(const AttentionParams& p, const Decode<bf16>& decode, Arena& arena,
+                       DecodeTiles& tiles) {
+  tiles.query = arena.take<bf16>(chunks_of(p.D) * kTileRows * kTileColumns);
+  tiles.copy = arena.take<bf16>(kTileRows * max(p.D, p.Dv));
+  tiles.pairs = arena.take<uint32_t>(kBlock * kTileRows);
+  tiles.ld = chunks_of(p.Dv) * 16;
+  tiles.sums = arena.take<float>(kTileRows * tiles.ld);
+  std::memset(tiles.sums, 0, size_t(2 * decode.tile.count * tiles.ld) * sizeof(float));
+  pack_tile_query(decode.query, decode.tile.count, p.D, decode.columns, tiles.query);
+}
+
+// As decode_block; sums are rescaled as rows of twice as many columns.
+inline void decode_block_with_tiles(const Problem<bf16>& problem, Decode<bf16>& decode,
+                                    const DecodeTiles& tiles, int64_t hk, int64_t begin, int64_t end,
+                                    int64_t last) {
+  const AttentionParams& p = problem.p;
+  const int64_t keys = end - begin, b = decode.tile.b;
+  const int count = decode.tile.count;
+  const ShownKeys<bf16> shown(problem, b, hk, begin, end);
+  const bf16* rows[kBlock];
+  key_rows<bf16>(problem, p.key, p.D, b, hk, begin, end, shown, rows);
+  hold_query(tiles.query, p.D);
+  for_each_tile(rows, keys, p.key, p.D, tiles.copy, [&](int64_t first, const bf16* key, int64_t ld) {
+    if (count <= 4)
+      score_tile<4>(tiles.query, count, key, ld, p.D, decode.scores + first);
+    else
+      score_tile<kDecodeRows>(tiles.query, count, key, ld, p.D, decode.scores + first);
+  });
+  prefetch_keys(problem, p.value, p.Dv, b, hk, begin, min(begin + kTileRows, end));
+  decode_transform(problem, decode, begin, keys);
+  decode_weigh(decode, keys);
+  pack_tile_weights(decode.scores, count, keys, tiles.pairs);
+  key_rows<bf16>(problem, p.value, p.Dv, b, hk, begin, end, shown, rows);
+  prefetch_keys(problem, p.key, p.D, b, hk, end, min(end + kTileRows, last));
+  add_tile_values(p.Dv, tiles.pairs, tiles.sums, tiles.ld,
+                  [&](auto&& f) { for_each_tile(rows, keys, p.value, p.Dv, tiles.copy, f); });
+}
+// Keys [first, last); false, with nothing summed, where a sum is not finite.
+inline bool decode_keys_with_tiles(const Problem<bf16>& problem, Arena& arena, Decode<bf16>& decode,
+                                   int64_t hk, int64_t first, int64_t last) {
+  const TileConfiguration configuration;
+  DecodeTiles tiles;
+  take_tiles(problem.p, decode, arena, tiles);
+  float* const out = std::exchange(decode.out, tiles.sums);
+  const int64_t columns = std::exchange(decode.columns_v, 2 * tiles.ld);
+  for (int64_t begin = first; begin < last; begin += kBlock)
+    decode_block_with_tiles(problem, decode, tiles, hk, begin, min(begin + kBlock, last), last);
+  decode.out = out;
+  decode.columns_v = columns;
+  Vec<float> zeros{};  // x * 0 is 0 for finite x, NaN otherwise
+  for (int64_t x = 0; x < 2 * decode.tile.count * tiles.ld; x += 16) zeros += load(tiles.sums + x) * 0.f;
+  if (any(zeros != 0)) return false;
+  for (int r = 0; r < decode.tile.count; ++r) {
+    const float* even = tiles.sums + 2 * r * tiles.ld;
+    sort_columns(even, even + tiles.ld, problem.p.Dv, out + r * columns);
+  }
+  return true;
+}
+#endif
+
+// Keys [first, last) from the start.
+template <class T>
+inline void decode_keys(const Problem<T>& problem, Arena& arena, Decode<T>& decode, int64_t hk, int64_t first,
+                        int64_t last, bool with_sink) {
+  start_decode(problem.p, with_sink, decode);
+#if defined(__AMX_BF16__)
+  if constexpr (kDecodeTiles<T>)
+    if (uses_tiles<T>(problem.p, decode.tile.count, last - first)) {
+      if (decode_keys_with_tiles(problem, arena, decode, hk, first, last)) return;
+      start_decode(problem.p, with_sink, decode);
+    }
+#endif
+  for (int64_t begin = first; begin < last; begin += kBlock)
+    decode_block(problem, decode, hk, begin, min(begin + kBlock, last), last);
+}
+
 // The keys of one split against all rows of a key/value head: finished where there is only one split, else
 // partial[rows][reference, sum, out].
 template <class T>
@@ -374,15 +464,13 @@ inline void decode_head(const Problem<T>& problem, int64_t b, int64_t hk, int64_
   Arena::Scope scope(arena);
   Decode<T>& decode = *arena.take<Decode<T>>(1);
   take_decode(problem, b, hk, arena, decode);
-  start_decode(p, split == 0, decode);
   int64_t first = decode.tile.lo_min, last = min(decode.tile.hi_max, p.S);
   if (splits > 1) {
     const int64_t keys = round_up((problem.key_end - problem.key_begin + splits - 1) / splits, kBlock);
     first = max(first, problem.key_begin + split * keys);
     last = min(last, problem.key_begin + (split + 1) * keys);
   }
-  for (int64_t begin = first; begin < last; begin += kBlock)
-    decode_block(problem, decode, hk, begin, min(begin + kBlock, last), last);
+  decode_keys(problem, arena, decode, hk, first, last, split == 0);
   if (splits == 1) return finish_decode(problem, decode);
   for (int r = 0; r < decode.tile.count; ++r, partial += decode_size(problem)) {
     partial[0] = decode.reference[r];
