@@ -18,7 +18,8 @@ from operator_checks import LAYOUTS, NATIVE, check_layout, fewer
 import fastattn
 from fastattn import LinearAttentionState
 
-impl, poisoned = linear_attention_cases.impl, operator_checks.poisoned
+dispatched, impl = linear_attention_cases.dispatched, linear_attention_cases.impl
+poisoned = operator_checks.poisoned
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -98,9 +99,39 @@ def test_options_of_few_tokens(impl, name):
 ), ids=("causal", "plain", "decay"))  # fmt: skip
 def test_lengths(impl, options, dtype):
     """Around every block size a kernel may have, also zero."""
-    for L in fewer(impl, (*range(18), 31, 32, 33, 63, 64, 65, 127, 128, 129), (0, 1, 15, 16, 17, 32, 33)):
+    for L in fewer(
+        impl, (*range(18), 31, 32, 33, 47, 48, 49, 63, 64, 65, 127, 128, 129), (0, 1, 15, 16, 17, 32, 33)
+    ):
         case = make_case(1, 2, 1, L, D=8, dtype=dtype, seed=L, **options)
         check(call(case, impl), case)
+
+
+def test_elu_where_its_exponential_ends(dispatched):
+    """elu(x) + 1 as it is left in z: exactly 0 below the smallest normal number, NaN as it is, 1 at zero."""
+    edges = [-math.inf, -1e30, -1e4, -104.0, -88.0, -87.34, -87.33, -80.0, -1.0, -0.35, -1e-8, -0.0, 0.0, 2.5]
+    for dtype, D in ((torch.float32, 64), (torch.float32, 14), (torch.float64, 40)):
+        x = torch.tensor(edges + [math.nan] * (D > 14), dtype=dtype)
+        x = torch.cat((x, torch.linspace(-87, 1, D - len(x), dtype=dtype))).expand(1, 1, 1, D)
+        state = fastattn.linear_attention(x, x, x, return_state=True, impl=dispatched)[1]
+        want = torch.where(x > 0, x.double() + 1, x.double().exp())
+        smallest = torch.finfo(dtype).tiny
+        have = state.z.double()
+        assert (have.isnan() == x.isnan().squeeze(2)).all()
+        near = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(have, want.squeeze(2), rtol=near, atol=smallest, equal_nan=True)
+        assert (have[want.squeeze(2) < 0.99 * smallest] == 0).all() or dispatched == "reference"
+
+
+@pytest.mark.parametrize("options", (
+    CAUSAL, {"lengths": [70, 31, 16, 17], **CAUSAL}, {"padding": "random", "decay": "token", **CAUSAL},
+), ids=("plain", "packed", "decay"))  # fmt: skip
+def test_many_chunks_of_large_states(dispatched, options):
+    """Rows far enough apart, or dense enough, that the next ones are brought by other means."""
+    case = make_case(2, 2, fewer(dispatched, 2, 1), 131, D=64, dtype=torch.float32, initial=True, **options)
+    check(call(case, dispatched), case)
+    for name in ("query", "key", "value"):
+        setattr(case, name, getattr(case, name).transpose(1, 2).contiguous().transpose(1, 2))
+    check(call(case, dispatched), case)
 
 
 @choices((torch.float32, torch.bfloat16), (torch.float32,))

@@ -89,9 +89,9 @@ using Term = typename Format<T>::Term;
 
 template <class T>
 inline void multiply_weights(Part part, const Matrix<T>& x, const Matrix<T>& y, int64_t rows,
-                             const Weights<T>& weights) {
+                             const Weights<T>& weights, Upcoming* upcoming = nullptr) {
   const Term<T> term{x.left, x.rows, y.right_t, y.columns, x.columns};
-  Format<T>::multiply(rows, rows, &term, 1, part, A<T>(0), weights.data, weights.room);
+  Format<T>::multiply(rows, rows, &term, 1, part, A<T>(0), weights.data, weights.room, upcoming);
 }
 
 // Adds a bias (by row, or by column), decays, clears what is hidden by causality, rounds to operands, and
@@ -175,11 +175,13 @@ inline int state_terms(const Matrix<T>& x, const E<T>* right, const E<T>* low, i
   return count;
 }
 template <class T>
-inline void update_state(State<T>& state, const Matrix<T>& y, const Matrix<T>& z, int64_t rows, A<T> carry) {
+inline void update_state(State<T>& state, const Matrix<T>& y, const Matrix<T>& z, int64_t rows, A<T> carry,
+                         Upcoming* upcoming = nullptr) {
   const Term<T> term{y.left_t, y.columns, z.right, z.rows, rows};
   if (state.zero) carry = A<T>(0);
   state.zero = false;
-  Format<T>::multiply(y.columns, z.columns, &term, 1, Part::all, carry, state.kv.natural, state.kv.rows);
+  Format<T>::multiply(y.columns, z.columns, &term, 1, Part::all, carry, state.kv.natural, state.kv.rows,
+                      upcoming);
   state.clear_padding();
 }
 

@@ -56,7 +56,7 @@ class Walk {
         form_left_t(y_, rows, decay_.scale_out());
         const A<T> carry = state.zero ? A<T>(0) : decay_.total;
         if (keep_z_) add_rows(self.counted(), rows, decay_.scale_out(), carry, state.z);
-        update_state(state, y_, z_, rows, carry);
+        update_state(state, y_, z_, rows, carry, upcoming_);
         if (decays) decays[kinds > 1 ? g : 0] *= decay_.total;
       }
     }
@@ -84,6 +84,8 @@ class Walk {
     kinds = problem.kinds();
     states = arena.take<State<T>>(kinds);
     for (int64_t k = 0; k < kinds; ++k) states[k].take(arena, state, kRight);
+    const bool enough = kinds == problem.group && problem.d * problem.dv >= 64 * 64;
+    upcoming_ = p_.causal && !problem.alone && enough && !kPairs<T> ? &next_ : nullptr;
   }
   // Terms of x S.
   int through_state(const Matrix<T>& x, const State<T>& state, bool ordered, Term<T>* terms) const {
@@ -99,6 +101,10 @@ class Walk {
   Decay<T> decay_;
   A<T>* result_;
   bool keep_z_;
+  // Brings the next chunk where products are enough to hide that: a large state for every query head. Else
+  // its rows are fetched while those of this one are read.
+  Upcoming next_;
+  Upcoming* upcoming_;
 };
 
 // out: x, y and z are phi(q), phi(k) and v.
@@ -106,6 +112,7 @@ template <class T>
 class Forward : public Walk<T, Forward<T>> {
   using Base = Walk<T, Forward<T>>;
   using Base::problem_, Base::p_, Base::y_, Base::z_, Base::weights_, Base::decay_, Base::result_;
+  using Base::upcoming_;
 
  public:
   using Base::kinds, Base::states;
@@ -127,8 +134,8 @@ class Forward : public Walk<T, Forward<T>> {
     const int64_t step = problem_.chunk;
     Rows<T> values(p_.value, b, hk, begin, count, p_.Dv, step);
     Rows<T> keys(p_.key, b, hk, begin, count, p_.D, step);
-    values.hide(p_.key_padding, b, begin);
-    keys.hide(p_.key_padding, b, begin);
+    values.hide(p_.key_padding, b, begin).bring_next(upcoming_);
+    keys.hide(p_.key_padding, b, begin).bring_next(upcoming_);
     const int64_t rows = fill(FeatureMap::identity, values, z_);
     fill(p_.feature_map, keys, y_);
     form(z_, rows, kRight);
@@ -136,18 +143,19 @@ class Forward : public Walk<T, Forward<T>> {
   }
   void emit(const Segment& s, int64_t h, int64_t begin, int64_t count, const State<T>& state, bool ordered) {
     Rows<T> queries(p_.query, s.b, h, begin, count, p_.D, problem_.chunk);
-    queries.hide_blind(s, begin);
+    queries.hide_blind(s, begin).bring_next(upcoming_);
     const int64_t rows = fill(p_.feature_map, queries, query_);
     form(query_, rows, kLeft);
     Term<T> terms[3];
     int all = Base::through_state(query_, state, ordered, terms);
     if (ordered) {
-      multiply_weights(Part::lower, query_, y_, rows, weights_);
+      multiply_weights(Part::lower, query_, y_, rows, weights_, upcoming_);
       finish_weights<T, Part::lower>(weights_, rows, decay_, nullptr, nullptr,
                                      p_.normalize ? sums_ : nullptr);
       terms[all++] = {weights_.left, weights_.room, z_.right, z_.rows, rows, Part::lower};
     }
-    Format<T>::multiply(rows, problem_.dv, terms, all, Part::all, A<T>(0), result_, problem_.chunk);
+    Format<T>::multiply(rows, problem_.dv, terms, all, Part::all, A<T>(0), result_, problem_.chunk,
+                        upcoming_);
     if (p_.normalize) denominators(s.b, h, begin, count, state, ordered);
     with_dtype_beside<T>(p_.out.dtype, [&]<class S>(S) { write_rows_of<S>(s.b, h, begin, count); });
   }
@@ -174,13 +182,18 @@ class Forward : public Walk<T, Forward<T>> {
   }
   template <class S>
   __attribute__((noinline)) void write_rows_of(int64_t b, int64_t h, int64_t begin, int64_t count) {
-    const int64_t ahead = problem_.chunk * p_.out.stride[2];
+    int64_t ahead = problem_.chunk * p_.out.stride[2];
+    if (upcoming_) {
+      const S* next = static_cast<const S*>(p_.out.data) + offset(p_.out, b, h, begin + problem_.chunk);
+      upcoming_->add(next, p_.out.stride[2] * int64_t(sizeof(S)), count, p_.Dv * int64_t(sizeof(S)));
+      ahead = 0;
+    }
     for (int64_t r = 0; r < count; ++r) {
       const V<T> factor = broadcast(p_.normalize ? row_factor(p_, den_[r]) : A<T>(p_.scale));
       const bool empty = p_.normalize && is_empty(p_, den_[r]);
       S* out = static_cast<S*>(p_.out.data) + offset(p_.out, b, h, begin + r);
       for_row<T>(problem_.chunk, r, p_.Dv, [&](int64_t c, int64_t x) {
-        prefetch(out + c, ahead);
+        if (ahead) prefetch(out + c, ahead);
         store_row<A<T>>(out + c, 1, p_.Dv - c, empty ? V<T>{} : load(result_ + x) * factor);
       });
     }

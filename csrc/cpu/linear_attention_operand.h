@@ -135,6 +135,12 @@ inline Matrix<T> take_matrix(Arena& arena, int64_t rows, int64_t columns, int fo
 template <class S, FeatureMap kMap, class T>
 __attribute__((noinline)) void fill_of(const Rows<T>& rows, int64_t count, const Matrix<T>& m) {
   const int64_t whole = rows.column == 1 ? round_down(rows.columns, N<T>) : 0;  // columns in plain vectors
+  int64_t ahead = rows.step * rows.row;
+  if (rows.upcoming) {
+    rows.upcoming->add(rows.template at<S>(rows.step), rows.row * int64_t(sizeof(S)), rows.count,
+                       rows.columns * int64_t(sizeof(S)));
+    ahead = 0;
+  }
   for (int64_t r = 0; r < count; ++r) {
     if (!rows.is_shown(r)) {
       for_row<T>(m.rows, r, m.columns, [&](int64_t, int64_t x) { store(m.natural + x, V<T>{}); });
@@ -142,17 +148,25 @@ __attribute__((noinline)) void fill_of(const Rows<T>& rows, int64_t count, const
     }
     const S* row = rows.template at<S>(r);
     const V<T> factor = broadcast(rows.factor ? rows.factor[r] : A<T>(1));
+    auto put = [&](int64_t x, V<T> y) {
+      if constexpr (kMap == FeatureMap::identity) y *= factor;
+      store(m.natural + x, operand_precision<T>(y));
+    };
+    if (whole == m.columns) {
+      for_row<T>(m.rows, r, whole, [&](int64_t c, int64_t x) {
+        if (ahead) prefetch(row + c, ahead);
+        put(x, feature<T, kMap>(load_wide(row + c)));
+      });
+      continue;
+    }
     for_row<T>(m.rows, r, m.columns, [&](int64_t c, int64_t x) {
       const int64_t left = rows.columns - c;
-      prefetch(row + c * rows.column, rows.step * rows.row);
+      if (ahead) prefetch(row + c * rows.column, ahead);
       V<T> y = c < whole ? load_wide(row + c) : load_row<A<T>>(row + c * rows.column, rows.column, left);
-      if constexpr (kMap == FeatureMap::identity) {
-        y *= factor;
-      } else {
-        y = feature<T, kMap>(y);
-        if (left < N<T>) y = lane_index<T>() < Int<A<T>>(max(left, 0)) ? y : V<T>{};
-      }
-      store(m.natural + x, operand_precision<T>(y));
+      y = feature<T, kMap>(y);
+      if (kMap != FeatureMap::identity && left < N<T>)
+        y = lane_index<T>() < Int<A<T>>(max(left, 0)) ? y : V<T>{};
+      put(x, y);
     });
   }
 }

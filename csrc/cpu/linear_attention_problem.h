@@ -83,21 +83,24 @@ struct StateShape {
 
 template <class T>
 struct Problem {
-  // A shorter chunk needs fewer products within it, and reads and writes the state more often, which costs
-  // multiply-adds of vectors little: D = 64 takes 0.82 of the time with 32 instead of 64, D = 128 0.90
-  // (products alone, AVX-512). Matrix tiles need longer products.
-  static constexpr int64_t kChunk = kPairs<T> ? 64 : 32;
+  // A shorter chunk needs fewer products within it, and all it touches stays in the first-level cache; the
+  // state is read and written more often, which costs multiply-adds of vectors little: D = 64 takes 0.93 of
+  // the time with 16 instead of 32, D = 128 the same (AVX-512). Matrix tiles need longer products.
+  static constexpr int64_t kChunk = kPairs<T> ? 64 : 16;
+  static constexpr int64_t kAlone = kPairs<T> ? 64 : 32;  // a sequence of up to so many is one chunk
 
   const LinearAttentionParams& p;
   int64_t group;  // query heads per key/value head
   int64_t d, dv;  // D and Dv as padded
+  bool alone;     // every sequence is one chunk
   int64_t chunk;  // tokens whose products with each other are formed, instead of through the state
 
   explicit Problem(const LinearAttentionParams& params) : p(params) {
     group = p.H / p.Hkv;
     d = round_up(p.D, kUnit<T>);
     dv = round_up(p.Dv, kUnit<T>);
-    chunk = kChunk;
+    alone = max(longest(p.L), longest(p.S)) <= kAlone;
+    chunk = alone ? kAlone : kChunk;
   }
   // States of one key/value head: one per query head of its group, or one for all of them where neither decay
   // nor an initial state tells them apart.
@@ -121,26 +124,23 @@ struct Problem {
   }
 
  private:
+  // Tokens of the longest sequence, where those that are not packed have `length`.
+  int64_t longest(int64_t length) const {
+    if (!p.cu_seqlens) return length;
+    int64_t most = 0;
+    for (int64_t n = 0; n < p.N; ++n) most = max(most, p.cu_seqlens[n + 1] - p.cu_seqlens[n]);
+    return most;
+  }
   std::vector<Segment> cut(int64_t length, int threads) const {
-    auto bounds = [&](int64_t n, int64_t& begin, int64_t& end) {
-      begin = p.cu_seqlens ? p.cu_seqlens[n] : 0;
-      end = p.cu_seqlens ? p.cu_seqlens[n + 1] : length;
-    };
-    int64_t longest = 0, all = 0;
-    for (int64_t n = 0; n < p.N; ++n) {
-      int64_t begin, end;
-      bounds(n, begin, end);
-      longest = max(longest, end - begin);
-      all += end - begin;
-    }
+    const int64_t longest = this->longest(length), all = p.cu_seqlens ? p.cu_seqlens[p.N] : p.N * length;
     const double ideal = double(all) * double(p.Hkv) / threads;  // tokens per thread
     const int64_t units = p.N * p.Hkv, rounds = (units + threads - 1) / threads;
     const bool even = double(longest) * double(rounds) <= 1.3 * ideal || double(longest) * 4 <= ideal;
     const int64_t span = even ? max(longest, 1) : max(round_up(int64_t(ideal / 4), chunk), 4 * chunk);
     std::vector<Segment> all_segments;
     for (int64_t n = 0; n < p.N; ++n) {
-      int64_t begin, end;
-      bounds(n, begin, end);
+      const int64_t begin = p.cu_seqlens ? p.cu_seqlens[n] : 0;
+      const int64_t end = p.cu_seqlens ? p.cu_seqlens[n + 1] : length;
       const int64_t b = p.cu_seqlens ? 0 : n, seen_from = first_seeing(b, begin, end);
       const int64_t count = max(1, (end - begin + span - 1) / span);
       for (int64_t s = 0; s < count; ++s)
@@ -166,10 +166,10 @@ struct Problem {
 // Asks for what lies `distance` elements from p, which the next chunk will read or write: the products of
 // this one hide the way from memory. Only a hint, wherever that may be: behind a head lies the next one, or
 // nothing.
-template <class T>
+template <int kLocality = 2, class T>
 FASTATTN_INLINE void prefetch(const T* p, int64_t distance) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(p) + uintptr_t(distance) * sizeof(T);
-  __builtin_prefetch(reinterpret_cast<const void*>(address), 0, 2);  // to the second-level cache
+  __builtin_prefetch(reinterpret_cast<const void*>(address), 0, kLocality);  // 2: to the second-level cache
 }
 
 // The rows of one head of a (B, H, L, X) tensor.
@@ -184,6 +184,7 @@ struct Rows {
   const uint8_t* shown = nullptr;  // and so do rows where this is 0, and those where factor is 0
   int64_t shown_step = 0;
   const A<T>* factor = nullptr;
+  Upcoming* upcoming = nullptr;  // brings what comes next, where it is not fetched as this is read
 
   Rows(const View& view, int64_t b, int64_t h, int64_t begin, int64_t count, int64_t columns, int64_t step)
       : data(view.data),
@@ -194,6 +195,10 @@ struct Rows {
         step(step),
         count(count),
         columns(columns) {}
+  Rows& bring_next(Upcoming* by) {
+    upcoming = by;
+    return *this;
+  }
   Rows& hide(const View& padding, int64_t b, int64_t begin) {
     if (padding.data) {
       shown = static_cast<const uint8_t*>(padding.data) + offset(padding, b, begin);

@@ -23,6 +23,53 @@ FASTATTN_INLINE Vec<A> scaled(Vec<A> x, A factor) {
   return factors == A(0) ? Vec<A>{} : x * factors;
 }
 
+// Memory that will be read or written soon and may be far away. Products bring it between their blocks, so
+// many lines at a time as a core can have on their way, and hide how long that takes. Dense rows come by
+// whole pages, which are touched before: lines that are asked for while the address of their page is looked
+// up are lost, and a page of which some lines are missing arrives later than one that was not asked for.
+class Upcoming {
+ public:
+  void add(const void* rows, int64_t stride, int64_t count, int64_t bytes) {
+    auto begin = int64_t(reinterpret_cast<uintptr_t>(rows));
+    if (stride == bytes) {  // the pages that begin in these rows: every page once
+      const int64_t end = round_up(begin + count * bytes, kPage);
+      begin = round_up(begin, kPage);
+      bytes = end - begin;
+      count = 1;
+    }
+    if (bytes <= 0 || count <= 0) return;
+    if (number_ == kPlaces) drop();  // too late for it
+    __builtin_prefetch(reinterpret_cast<const void*>(uintptr_t(begin)), 0, 2);
+    places_[(first_ + number_++) % kPlaces] = {begin, stride, count, (bytes + kLine - 1) / kLine};
+  }
+  FASTATTN_INLINE void bring() {
+    if (number_ == 0) return;
+    const Place& place = places_[first_];
+    for (int i = 0; i < kLines; ++i) {
+      const int64_t address = place.begin + row_ * place.stride + line_ * kLine;
+      __builtin_prefetch(reinterpret_cast<const void*>(uintptr_t(address)), 0, 2);
+      if (++line_ < place.lines) continue;
+      line_ = 0;
+      if (++row_ == place.count) return drop();
+    }
+  }
+
+ private:
+  static constexpr int kPlaces = 8, kLines = 16;
+  static constexpr int64_t kPage = 4096, kLine = 64;
+  struct Place {
+    int64_t begin, stride, count, lines;  // an address, rows, and lines of a row
+  };
+  void drop() {
+    first_ = (first_ + 1) % kPlaces;
+    --number_;
+    row_ = line_ = 0;
+  }
+  Place places_[kPlaces];
+  int first_ = 0, number_ = 0;
+  int64_t row_ = 0, line_ = 0;  // of the first place
+};
+
 // One summand of a product: left [M, depth] times right [depth, N].
 template <class E, class A>
 struct Summand {
@@ -50,15 +97,15 @@ struct PlainPanels {
   template <int NV>
   static void block(const Term* terms, int count, int64_t m, int64_t n, E carry, E* c) {
     Vec<E> acc[kRows][NV] = {};
-    for (const Term* t = terms; t < terms + count; ++t) {
+    for (const Term *t = terms, *stop = terms + count; t < stop; ++t) {
+      const int64_t begin = t->part == Part::upper ? m : 0;
       const int64_t end = t->part == Part::lower ? min(t->depth, m + kRows) : t->depth;
-      const int64_t panel = t->left_rows * kPanel;
-      for (int64_t k = t->part == Part::upper ? m : 0; k < end;) {
-        const E* a = t->left + k / kPanel * panel + m * kPanel + k % kPanel;
-        const E* b = t->right + n * t->right_rows + k * kPanel;
-        const E* const stop = a + min(end - k, kPanel - k % kPanel);
-        k += stop - a;
-        for (; a < stop; ++a, b += kPanel) {
+      const E* a = t->left + begin / kPanel * t->left_rows * kPanel + m * kPanel + begin % kPanel;
+      const E* b = t->right + n * t->right_rows + begin * kPanel;
+      int64_t left = end - begin, steps = min(left, kPanel - begin % kPanel);
+      while (left > 0) {  // a panel of the left operand
+        left -= steps;
+        do {
           Vec<E> bv[NV];
 #pragma GCC unroll 4
           for (int v = 0; v < NV; ++v) bv[v] = load(b + v * N);
@@ -66,7 +113,11 @@ struct PlainPanels {
           for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
             for (int v = 0; v < NV; ++v) acc[r][v] += a[r * kPanel] * bv[v];
-        }
+          ++a;
+          b += kPanel;
+        } while (--steps);
+        a += (t->left_rows - 1) * kPanel;
+        steps = min(left, kPanel);
       }
       if (t->row_scale)
 #pragma GCC unroll 16
@@ -74,6 +125,8 @@ struct PlainPanels {
 #pragma GCC unroll 4
           for (int v = 0; v < NV; ++v) acc[r][v] = scaled<E>(acc[r][v], t->row_scale[m + r]);
     }
+    // The addresses of the result are formed here: kept across the loop they would push vectors out of it.
+    asm("" : "+r"(c));
     if (carry != E(0))
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r)
@@ -87,13 +140,14 @@ struct PlainPanels {
 
   // c [M, N] = carry c + sum of the terms; only `part` of it is wanted.
   static void multiply(int64_t M, int64_t columns, const Term* terms, int count, Part part, E carry, E* c,
-                       int64_t c_rows) {
+                       int64_t c_rows, Upcoming* upcoming = nullptr) {
     for (int64_t n = 0; n < columns; n += kPanel)
       for (int64_t m = 0; m < M; m += kRows) {
         int64_t begin = 0, end = min(columns - n, kPanel);
         if (part == Part::lower) end = min(end, m + kRows - n);
         if (part == Part::upper) begin = round_down(max(m - n, 0), N);
         if (begin >= end) continue;
+        if (upcoming) upcoming->bring();
         E* to = c + n * c_rows + m * kPanel;
         if (begin)
           shifted(terms, count, m, n, carry, to);
@@ -184,7 +238,7 @@ struct PairPanels {
       for (int64_t x = 0; x < kPanel * kPanel; x += 16) store(c + x, load(c + x) + load(before + x));
   }
   static void multiply(int64_t M, int64_t columns, const Term* terms, int count, Part part, float carry,
-                       float* c, int64_t c_rows) {
+                       float* c, int64_t c_rows, Upcoming* = nullptr) {
     for (int64_t n = 0; n < columns; n += kPanel)
       for (int64_t m = 0; m < M; m += kPanel) {
         if ((part == Part::lower && n > m) || (part == Part::upper && n < m)) continue;
