@@ -16,7 +16,8 @@ from operator_checks import fewer
 import fastattn
 from fastattn import LinearAttentionState
 
-impl, poisoned = linear_attention_cases.impl, operator_checks.poisoned
+dispatched, impl = linear_attention_cases.dispatched, linear_attention_cases.impl
+poisoned = operator_checks.poisoned
 
 attend, step = fastattn.linear_attention, fastattn.linear_attention_step
 CAUSAL = {"is_causal": True}
@@ -98,19 +99,23 @@ def test_pieces_equal_the_whole(impl, name):
 
 @choices((torch.float32, torch.bfloat16, torch.float16), (torch.float16,))
 @pytest.mark.parametrize(
-    "H, Hkv, D, Dv", ((2, 2, 8, 8), (6, 2, 7, 19), (1, 1, 1, 1), (8, 8, 64, 64), (4, 1, 33, 128))
-)
-def test_loop_of_steps_in_every_dtype(impl, dtype, H, Hkv, D, Dv):
+    "H, Hkv, D, Dv, decay", (
+        (2, 2, 8, 8, "token"), (6, 2, 7, 19, "token"), (1, 1, 1, 1, "token"), (8, 8, 64, 64, "token"),
+        (4, 1, 33, 128, "token"), (2, 2, 8, 8, None), (8, 8, 64, 64, None), (2, 1, 5, 80, None),
+        (2, 1, 5, 79, None),
+    ),
+)  # fmt: skip
+def test_loop_of_steps_in_every_dtype(impl, dtype, H, Hkv, D, Dv, decay):
     """The short way of steps that need no gradient, against one call."""
     L = fewer(impl, 5, 1)
     case = make_case(
-        fewer(impl, 3, 1), H, Hkv, L, D=D, Dv=Dv, dtype=dtype, initial=True, decay="token", **CAUSAL
+        fewer(impl, 3, 1), H, Hkv, L, D=D, Dv=Dv, dtype=dtype, initial=True, decay=decay, **CAUSAL
     )
     expected = call(case, impl, only=())
     state = LinearAttentionState(case.initial_kv, case.initial_z)
     for t in range(L):
-        q, k, v, d = (x[:, :, t] for x in (case.query, case.key, case.value, case.decay))
-        out, state = step(q, k, v, state, decay=d, impl=impl)
+        q, k, v = (x[:, :, t] for x in (case.query, case.key, case.value))
+        out, state = step(q, k, v, state, decay=None if decay is None else case.decay[:, :, t], impl=impl)
         assert (
             out.dtype == dtype
             and out.shape == (case.query.shape[0], H, Dv)
@@ -125,6 +130,25 @@ def test_loop_of_steps_in_every_dtype(impl, dtype, H, Hkv, D, Dv):
             {"rtol": 0, "atol": rounding[dtype] * want.abs().max().item()} if dtype in rounding else {}
         )
         torch.testing.assert_close(have, want, **tolerance)
+
+
+@pytest.mark.parametrize("decay", (None, -0.5, float("-inf")))
+def test_step_reads_states_of_any_strides(dispatched, decay):
+    """Whole vectors, single columns, rows from the end of a larger tensor; a reset erases even NaN."""
+    q, k, v = (normal(2, 3, 64, dtype=torch.float32) for _ in range(3))
+    kv, z = normal(2, 3, 64, 64, dtype=torch.float32), normal(2, 3, 64, dtype=torch.float32).abs()
+    if decay == float("-inf"):
+        kv[0, 1, 2, 3] = z[1, 2, 0] = float("nan")
+    decays = None if decay is None else torch.full((3,), decay)
+    want, after = step(q, k, v, LinearAttentionState(kv, z), decay=decays, impl="reference")
+    assert want.isfinite().all()
+    turned = kv.mT.contiguous().mT
+    apart = torch.zeros(2, 3, 64, 80)[..., 16:].copy_(kv)
+    for state in (kv, turned, apart):
+        out, new = step(q, k, v, LinearAttentionState(state, z), decay=decays, impl=dispatched)
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(new.kv, after.kv)
+        torch.testing.assert_close(new.z, after.z)
 
 
 def test_packed_sequences_equal_single_ones(impl):

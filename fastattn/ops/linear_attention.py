@@ -217,7 +217,8 @@ def linear_attention_step(
                 or (len(key_shape) == 3 and shape[::2] == key_shape[::2] and key_shape[1] > 0)
             )
             and shape[1] % key_shape[1] == 0
-            and value_shape[:2] == key_shape[:2]
+            and value_shape[0] == key_shape[0]
+            and value_shape[1] == key_shape[1]
             and z.shape == shape
             and kv.shape == (*shape, value_shape[2])
             and feature_map in reference.FEATURE_MAPS
