@@ -140,6 +140,7 @@ struct Problem {
     int64_t lo, hi;
     band(i, lo, hi);
     if (lo >= hi || !masked) return lo < hi;
+    if (mask_shows(b, h, i, hi - 1)) return true;  // as behind padding on the left, however long
     for (int64_t j = lo; j < hi; ++j)
       if (mask_shows(b, h, i, j)) return true;
     return false;
