@@ -164,6 +164,57 @@ def test_strides_of_few_queries(layout):
     check_layout(case, names, layout, lambda c: call(c, impl), exact=True)
 
 
+FEW_KEYS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"window_size": (9, 20), "causal_alignment": "lower_right"},
+    "boolean mask": {"mask": "bool", "softcap": 1.5},
+    "boolean mask of keys": {"mask": "bool", "mask_shape": "bs", **LOWER_RIGHT},
+    "padding": {"padding": True, "scale": 3.0},
+    "padding and mask": {"padding": True, "mask": "bool", "mask_shape": "ls"},
+    "float mask": {"mask": "float", "mask_shape": "hls", "padding": True},
+    "zero scale": {"scale": 0.0, "padding": True},
+    "alibi and sinks": {"alibi": "bh", "sinks": True, "window_size": (30, 12)},
+}  # fmt: skip
+# Queries, keys, and the head dims of keys and values: as few queries as make keys few, and one less; as many
+# keys as are few, and one more; one vector of keys and the next; rows in whole vectors, and not.
+FEW_KEYS_SIZES = (
+    (65, 16, 64, 64), (40, 3, 64, 40), (70, 4, 32, 32), (63, 16, 33, 64), (64, 16, 16, 7), (80, 15, 48, 21),
+    (137, 33, 128, 30), (256, 64, 64, 64), (256, 63, 40, 48), (260, 65, 64, 64), (64, 1, 32, 128),
+)  # fmt: skip
+
+
+@choices((torch.float32, torch.float64, torch.bfloat16, torch.float16), (torch.float32,))
+@pytest.mark.parametrize("name", FEW_KEYS)
+def test_few_keys(impl, dtype, name):
+    """Many queries to each key, which have kernels of their own, and not quite as many."""
+    for L, S, D, Dv in thin(impl, FEW_KEYS_SIZES):
+        case = make_case(**({"H": 2, "L": L, "S": S, "D": D, "Dv": Dv, "dtype": dtype} | FEW_KEYS[name]))
+        check(call(case, impl), case)
+
+
+@choices((torch.float32, torch.bfloat16, torch.float16), (torch.float32,))
+def test_few_keys_of_grouped_heads(impl, dtype):
+    """Short queries: a tile has rows of several heads, which lie in one piece, or do not."""
+    for L, S, options in thin(impl, ((20, 7, {}), (17, 9, {"mask": "bool"}), (1, 2, {}), (600, 16, {}))):
+        case = make_case(
+            **({"B": 1, "H": 8, "Hkv": 1 + (L > 1), "L": L, "S": S, "D": 64, "dtype": dtype} | options)
+        )
+        check(call(case, impl), case)
+        for name in ("query", "grad_out"):
+            setattr(case, name, getattr(case, name).transpose(1, 2).contiguous().transpose(1, 2))
+        check(call(case, impl), case)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_of_few_keys(impl, layout):
+    for D in thin(impl, (32, 20)):
+        case = make_case(1, 2, 1, 70, 8, D, D, torch.float32, mask="bool", padding=True)
+        names = ("query", "key", "value", "attn_mask", "key_padding_mask", "grad_out", "grad_lse")
+        exact = impl != "reference"
+        check_layout(case, names, layout, lambda c: call(c, impl), exact, halves=impl == "triton")
+
+
 @pytest.mark.parametrize("B, H, Hkv, L, S, D, Dv", [
     (0, 2, 2, 3, 4, 5, 6), (2, 0, 0, 3, 4, 5, 6), (2, 4, 2, 0, 4, 5, 6), (2, 4, 2, 3, 0, 5, 6),
     (2, 2, 1, 3, 4, 5, 0), (2, 2, 2, 0, 0, 5, 5), (0, 0, 0, 0, 0, 1, 0), (2, 0, 2, 3, 4, 5, 6),
@@ -365,6 +416,8 @@ def test_repeatable_and_independent_of_threads(impl):
     check_repeatable(case, impl)
     sizes = fewer(impl, (1, 4, 2, 2, 1100, 64), (1, 2, 1, 2, 70, 64))
     check_repeatable(make_case(*sizes, dtype=torch.float32, alibi="bh", sinks=True), impl)
+    sizes = fewer(impl, (1, 2, 1, 530, 16, 32), (1, 2, 1, 40, 7, 16))
+    check_repeatable(make_case(*sizes, dtype=torch.float32, mask="bool"), impl)
 
 
 def check_repeatable(case, impl):
@@ -532,7 +585,7 @@ def test_oracle_gradient_is_the_derivative_of_its_value():
 def test_other_instruction_sets(other_isa, run_python):
     """Compact tests of attention, once more under each of the other instruction sets."""
     require("cpu")
-    compact = ["options", "sizes", "head_dims", "value_dims", "precision", "minimum", "weights"]
+    compact = ["options", "sizes", "few_keys", "head_dims", "value_dims", "precision", "minimum", "weights"]
     compact += ["isolation", "boolean", "a_scale"]
     chosen = f"({' or '.join('test_' + name for name in compact)}) and cpu"
     files = [Path(__file__).with_name(f"test_attention{part}.py") for part in ("", "_rules", "_weights")]

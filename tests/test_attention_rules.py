@@ -51,6 +51,8 @@ def test_isolation_hidden_keys(impl):
             lambda c: c,
             range(20, 40),
         ),
+        ({"S": 16, "L": 67, "D": 32}, lambda c: hide(c, keys=(0, 5, 15)), (0, 5, 15)),
+        ({"S": 60, "L": 20, "D": 32, "H": 4, "Hkv": 1, "is_causal": True}, lambda c: c, range(20, 60)),
     )
     for dtype in thin(impl, (torch.float32, torch.bfloat16, torch.float64)):
         for options, prepare, keys in hiding:
@@ -87,7 +89,10 @@ def test_isolation_of_keys_that_mask_and_window_hide_together(impl):
 def test_isolation_rows_that_see_nothing(impl):
     """A row without visible keys may hold NaN, in its query and incoming gradients, and matters nowhere."""
     for dtype in thin(impl, (torch.float32, torch.bfloat16, torch.float64)):
-        for options in ({}, {"alibi": "bh", "softcap": 1.0}, {"sinks": True}, {"Hkv": 1, "dropout_p": 0.3}):
+        for options in (
+            {}, {"alibi": "bh", "softcap": 1.0}, {"sinks": True}, {"Hkv": 1, "dropout_p": 0.3},
+            {"L": 67, "S": 16, "D": 32},
+        ):  # fmt: skip
             rows = (0, 7, 18, 19)
             case = hide(make_case(**({"L": 20, "S": 35, "dtype": dtype} | options)), rows=rows)
             expected = call(case, impl)

@@ -17,9 +17,11 @@
 //   attention_softmax.h    weights, running sums, the finished tile; log-sum-exp back to weights
 //   attention_decode_tiles.h  products of few query rows on matrix tiles
 //   attention_decode.h     forward of few query rows
+//   attention_few_keys.h   forward of many query rows and few keys
 //   attention_forward.h    forward of all others
 //   attention_gradients.h  dS of a tile and a key block, and its products
 //   attention_decode_grad.h  backward of few query rows
+//   attention_few_keys_grad.h  backward of many query rows and few keys
 //   attention_mask_grad.h  gradient of a mask
 //   attention_backward.h   backward of all others
 //   attention_weights.h    the weights themselves, alone or with the output
@@ -35,17 +37,20 @@ namespace fastattn::FASTATTN_ISA {
 namespace {
 
 // Of the forward, without what masks save. Reading an element takes as long as some twenty operations, which
-// is what few queries wait for.
+// is what few queries or few keys wait for.
 double operations(const AttentionParams& p) {
-  double scores = double(p.B * p.L) * double(p.S), keys = double(p.B) * double(p.S);
+  double scores = double(p.B * p.L) * double(p.S);
+  double keys = double(p.B) * double(p.S), queries = double(p.B) * double(p.L);
   if (p.sequences) {
-    scores = keys = 0;
+    scores = keys = queries = 0;
     for (int64_t b = 0; b < p.B; ++b) {
       scores += double(p.sequences[b].L) * double(p.sequences[b].S);
       keys += double(p.sequences[b].S);
+      queries += double(p.sequences[b].L);
     }
   }
-  return (2.0 * double(p.H) * scores + 20.0 * double(p.Hkv) * keys) * double(p.D + p.Dv);
+  const double elements = double(p.Hkv) * keys + double(p.H) * queries;
+  return (2.0 * double(p.H) * scores + 20.0 * elements) * double(p.D + p.Dv);
 }
 
 void forward_of_dtype(const AttentionParams& p, const Parallel& parallel) {

@@ -1,6 +1,6 @@
 // Attention backward: one pass over the scores of each chunk of keys gives every gradient.
 #pragma once
-#include "attention_decode_grad.h"
+#include "attention_few_keys_grad.h"
 #include "attention_mask_grad.h"
 #include "attention_tasks.h"
 
@@ -32,36 +32,12 @@ inline void put_grad_query(const Problem<T>& problem, const View& view, const Ti
                            const A<T>* grad_t) {
   with_dtype_beside<T>(view.dtype, [&]<class S>(S) { put_grad_query_of<S>(problem, view, tile, grad_t); });
 }
-// Rows [begin, end) of grad_key or grad_value. A key that no query sees has zero gradient even where a NaN of
-// some query met its zero weight.
-template <class S, class T>
-inline void put_grad_keys_of(const Problem<T>& problem, const View& view, int64_t columns, int64_t b,
-                             int64_t hk, int64_t begin, int64_t end, const A<T>* grad, int64_t padded,
-                             A<T> scale) {
-  S* data = static_cast<S*>(view.data);
-  for (int64_t j = begin; j < end; ++j) {
-    const A<T>* from = grad + (j - begin) * padded;
-    S* to = data + offset(view, b, hk, j);
-    V<T> finite{};
-    for (int64_t d = 0; d < columns; d += N<T>) finite += load(from + d) * A<T>(0);
-    const bool hide = any(finite != 0) && !problem.key_is_seen(b, hk, j);
-    for (int64_t d = 0; d < columns; d += N<T>)
-      store_row<A<T>>(to + d * view.stride[3], view.stride[3], columns - d,
-                      hide ? V<T>{} : load(from + d) * scale);
-  }
-}
-template <class T>
-inline void put_grad_keys(const Problem<T>& problem, const View& view, int64_t columns, int64_t b, int64_t hk,
-                          int64_t begin, int64_t end, const A<T>* grad, int64_t padded, A<T> scale) {
-  with_dtype_beside<T>(view.dtype, [&]<class S>(S) {
-    put_grad_keys_of<S>(problem, view, columns, b, hk, begin, end, grad, padded, scale);
-  });
-}
 
 // How backward is cut into tasks: each takes one chunk of the keys of one key/value head, all its tiles.
 template <class T>
 struct Chunks {
   bool few_rows;
+  bool few_keys;    // then a chunk is of the tiles instead
   bool fused_mask;  // dS goes to the mask's gradient as it arises
   bool by_head;   // a mask shared by the batch is summed by the one task that owns its head, in order of the
                   // batch
@@ -82,6 +58,7 @@ struct Chunks {
     const double wanted = own.keys > 0 ? 4 * threads * (own.keys / all.keys) / double(units) : 1;
     const int64_t visible = p.L > 0 ? problem.key_end - problem.key_begin : 0;
     few_rows = has_few_rows(problem, kDecodeGradRows);
+    few_keys = !few_rows && has_few_keys_grad(problem);
     count = few_rows ? decode_splits(problem, all.heads)
                      : max(1, min(int64_t(__builtin_ceil(wanted)), visible / 512));
     keys = max(kBlock, round_up((p.S + count - 1) / count, kBlock));
@@ -91,6 +68,14 @@ struct Chunks {
     tasks = units * count;
     merges = count > 1 ? p.B * p.Hkv * problem.tiles : 0;
     memory = count > 1 ? count * size : 0;
+    if (few_keys) {
+      // A function of the shape alone: their sums are rounded. Four tiles make up for the keys being copied.
+      count = max(1, min(16 / max(all.heads, 1), problem.tiles / 4));
+      tasks = units * count;
+      merges = count > 1 ? units : 0;
+      size = few_keys_grad_size(problem);
+      memory = merges * count * size;
+    }
   }
 };
 
@@ -214,7 +199,15 @@ inline void merge_grad_alibi(const AttentionGradParams& p, const Chunks<T>& chun
 template <class T>
 inline void backward_task(const Problem<T>& problem, const AttentionGradParams& p, const Chunks<T>& chunks,
                           int64_t task, A<T>* partial, double* alibi) {
+  if (chunks.few_keys) task = spread(task, chunks.tasks, chunks.threads);
   const int64_t chunk = task % chunks.count, unit = task / chunks.count;
+  if (chunks.few_keys) {
+    if constexpr (!kPairs<T>)
+      few_keys_backward(problem, p, unit / p.Hkv, unit % p.Hkv, chunk * problem.tiles / chunks.count,
+                        (chunk + 1) * problem.tiles / chunks.count,
+                        chunks.count > 1 ? partial + task * chunks.size : nullptr);
+    return;
+  }
   const int64_t first = chunks.by_head ? 0 : unit / p.Hkv, last = chunks.by_head ? p.B : first + 1;
   const int64_t hk = unit % p.Hkv, begin = min(p.S, chunk * chunks.keys), end = min(p.S, begin + chunks.keys);
   A<T>* queries = chunks.count > 1 ? partial + chunk * chunks.size : nullptr;
@@ -251,8 +244,12 @@ inline void backward(const AttentionGradParams& p, const Parallel& parallel) {
   for_each_task(parallel, schedule.merges, [&](int64_t merge, int) {
     const auto& part = schedule.of_merge(merge);
     problems.with(part.problem, [&](const Problem<T>& problem, const AttentionGradParams& own) {
-      const int64_t task = merge - part.merge, head = task / problem.tiles, t = task % problem.tiles;
+      const int64_t task = merge - part.merge;
       A<T>* from = partial.data() + part.memory;
+      if (part.plan.few_keys)
+        return merge_few_keys(problem, own, task / own.Hkv, task % own.Hkv, part.plan.count,
+                              from + task * part.plan.count * part.plan.size);
+      const int64_t head = task / problem.tiles, t = task % problem.tiles;
       if (part.plan.few_rows)
         merge_decode_query(problem, own, head / p.Hkv, head % p.Hkv, part.plan.count, part.plan.size, from);
       else

@@ -202,34 +202,35 @@ inline void decode_scores(const A<T>* query, int rows, int64_t columns, const Ro
   if (rows > 0) score_rows<T, 1>(query, columns, key, D, keys, scores);
 }
 
-// From q.k to log2 units with hidden scores, and those behind the last key, at -inf.
+// From q.k to log2 units with hidden scores, and those behind the last key, at -inf: scores[rows][kBlock] of
+// `keys` keys from `begin` on. `bend` receives d(capped score) / d(scaled score) where there is a softcap.
 template <class T>
-inline void decode_transform(const Problem<T>& problem, Decode<T>& decode, int64_t begin, int64_t keys) {
+inline void transform_rows(const Problem<T>& problem, const Tile<T>& tile, int64_t begin, int64_t keys,
+                           A<T>* scores, A<T>* bend) {
   const AttentionParams& p = problem.p;
   using VI = Vec<Int<A<T>>>;
   VI lane;
   for (int i = 0; i < N<T>; ++i) lane[i] = i;
-  for (int r = 0; r < decode.tile.count; ++r)
+  for (int r = 0; r < tile.count; ++r)
     for (int64_t j = 0; j < keys; j += N<T>) {
-      V<T> s = load(decode.scores + r * kBlock + j) * A<T>(p.scale);
+      V<T> s = load(scores + r * kBlock + j) * A<T>(p.scale);
       if (p.softcap > 0) {
         const V<T> t = tanh(s * A<T>(1 / p.softcap));
-        if (decode.bend) store(decode.bend + r * kBlock + j, A<T>(1) - t * t);
+        if (bend) store(bend + r * kBlock + j, A<T>(1) - t * t);
         s = t * A<T>(p.softcap);
       }
       s *= A<T>(kLog2e);
       VI position = lane + Int<A<T>>(begin + j);
       if (p.alibi.data) {
-        V<T> distance = decode.tile.diagonal[r] - __builtin_convertvector(position, V<T>);
-        s -= (distance < 0 ? -distance : distance) * (decode.tile.slope[r] * A<T>(kLog2e));
+        V<T> distance = tile.diagonal[r] - __builtin_convertvector(position, V<T>);
+        s -= (distance < 0 ? -distance : distance) * (tile.slope[r] * A<T>(kLog2e));
       }
       if (problem.masked) {
-        V<T> bias = mask_row(problem, decode.tile, r, begin + j, keys - j);
+        V<T> bias = mask_row(problem, tile, r, begin + j, keys - j);
         s = bias == -kInf<T> ? bias : s + bias;
       }
-      VI shown = (position >= decode.tile.lo[r]) & (position < decode.tile.hi[r]) &
-                 (position < Int<A<T>>(begin + keys));
-      store(decode.scores + r * kBlock + j, shown ? s : V<T>{} - kInf<T>);
+      VI shown = (position >= tile.lo[r]) & (position < tile.hi[r]) & (position < Int<A<T>>(begin + keys));
+      store(scores + r * kBlock + j, shown ? s : V<T>{} - kInf<T>);
     }
 }
 
@@ -341,7 +342,7 @@ inline void decode_block(const Problem<T>& problem, Decode<T>& decode, int64_t h
     });
   });
   prefetch_keys(problem, p.value, p.Dv, b, hk, begin, min(begin + kFetch, end));
-  decode_transform(problem, decode, begin, keys);
+  transform_rows(problem, decode.tile, begin, keys, decode.scores, decode.bend);
   decode_weigh(decode, keys);
   with_rows(problem, p.value, p.Dv, b, hk, begin, end, decode.columns_v, decode.value, [&](auto* value) {
     for_each_strip(value, decode.columns_v, keys, [&](int64_t first, int64_t count) {
@@ -407,7 +408,7 @@ inline void decode_block_with_tiles(const Problem<bf16>& problem, Decode<bf16>& 
       score_tile<kDecodeRows>(tiles.query, count, key, ld, p.D, decode.scores + first);
   });
   prefetch_keys(problem, p.value, p.Dv, b, hk, begin, min(begin + kTileRows, end));
-  decode_transform(problem, decode, begin, keys);
+  transform_rows(problem, decode.tile, begin, keys, decode.scores, decode.bend);
   decode_weigh(decode, keys);
   pack_tile_weights(decode.scores, count, keys, tiles.pairs);
   key_rows<bf16>(problem, p.value, p.Dv, b, hk, begin, end, shown, rows);

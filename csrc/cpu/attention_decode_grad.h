@@ -46,7 +46,7 @@ inline void decode_scores_again(const Problem<T>& problem, DecodeGrad<T>& g, int
                key);
   decode_scores<T>(decode.query, decode.tile.count, decode.columns, key, problem.p.D, end - begin,
                    decode.scores);
-  decode_transform(problem, decode, begin, end - begin);
+  transform_rows(problem, decode.tile, begin, end - begin, decode.scores, decode.bend);
 }
 
 // As find_level; returns whether rows were summed once more.

@@ -1,7 +1,6 @@
 // Attention forward: tasks of a few tiles each, which share the key blocks that they walk through.
 #pragma once
-#include "attention_decode.h"
-#include "attention_softmax.h"
+#include "attention_few_keys.h"
 #include "attention_tasks.h"
 
 namespace fastattn::FASTATTN_ISA {
@@ -89,7 +88,7 @@ class BlockStep {
 // of the shape alone, so that results do not depend on the number of threads.
 template <class T>
 struct ForwardPlan {
-  bool few_rows;
+  bool few_rows, few_keys;
   int64_t splits, begin, keys;  // split s has the keys [begin + s * keys, begin + (s + 1) * keys)
   int64_t deals;                // tasks that the splits are dealt to
   int64_t rows_v;
@@ -102,6 +101,7 @@ struct ForwardPlan {
       : heads(p.B * p.Hkv), threads(threads) {
     const int64_t visible = problem.key_end - problem.key_begin;
     few_rows = has_few_rows(problem, kDecodeRows);
+    few_keys = !few_rows && forwards_few_keys(problem);
     rows_v = round_up(p.Dv, Format<T>::kRows);
     if (few_rows) {
       splits = decode_splits(problem, all.heads);
@@ -135,6 +135,10 @@ struct ForwardPlan {
     const int64_t panel = max(1, problem.depth + problem.p.Dv);
     const int64_t fit = max(1, (512 << 10) / (panel * kTile<T> * int64_t(sizeof(A<T>))));
     const int64_t tiles = int64_t(all.keys / Work::keys_per_tile(problem));  // like these, in all
+    if (forwards_few_keys(problem)) {
+      const int64_t least = kRowsPerKey * (problem.key_end - problem.key_begin) / (2 * kTile<T>);
+      return max(max(1, least), min(8, tiles / (int64_t(threads) * 3)));
+    }
     return max(1, min(min(8, fit), tiles / (int64_t(threads) * (kPairs<T> ? 3 : 6))));
   }
 };
@@ -229,6 +233,7 @@ inline void merge_tile(const Problem<T>& problem, int64_t b, int64_t hk, int64_t
 template <class T>
 inline void forward_task(const Problem<T>& problem, const ForwardPlan<T>& plan, int64_t task, A<T>* partial) {
   const AttentionParams& p = problem.p;
+  if (plan.few_keys) task = spread(task, plan.tasks, plan.threads);
   const int64_t deal = task % plan.deals, head = plan.head(task);
   // The last tiles first: under a causal mask they are the longest.
   const int64_t part = plan.tasks_per_head - 1 - task / plan.deals % plan.tasks_per_head;
@@ -239,7 +244,9 @@ inline void forward_task(const Problem<T>& problem, const ForwardPlan<T>& plan, 
     A<T>* to = partial + (plan.splits > 1 ? (units * plan.splits + split) * plan.size : 0);
     if (plan.few_rows)
       decode_head(problem, head / p.Hkv, head % p.Hkv, plan.splits, split, to);
-    else
+    else if (plan.few_keys) {
+      if constexpr (!kPairs<T>) few_keys_forward(problem, head / p.Hkv, head % p.Hkv, first, count);
+    } else
       forward_tiles(problem, head / p.Hkv, head % p.Hkv, first, count, plan.next_head(task), plan, split, to);
   }
 }

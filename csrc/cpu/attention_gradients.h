@@ -216,5 +216,31 @@ inline void grad_products(const Problem<T>& problem, const Tile<T>& tile, GradTi
   });
 }
 
+// Rows [begin, end) of grad_key or grad_value. A key that no query sees has zero gradient even where a NaN of
+// some query met its zero weight.
+template <class S, class T>
+inline void put_grad_keys_of(const Problem<T>& problem, const View& view, int64_t columns, int64_t b,
+                             int64_t hk, int64_t begin, int64_t end, const A<T>* grad, int64_t padded,
+                             A<T> scale) {
+  S* data = static_cast<S*>(view.data);
+  for (int64_t j = begin; j < end; ++j) {
+    const A<T>* from = grad + (j - begin) * padded;
+    S* to = data + offset(view, b, hk, j);
+    V<T> finite{};
+    for (int64_t d = 0; d < columns; d += N<T>) finite += load(from + d) * A<T>(0);
+    const bool hide = any(finite != 0) && !problem.key_is_seen(b, hk, j);
+    for (int64_t d = 0; d < columns; d += N<T>)
+      store_row<A<T>>(to + d * view.stride[3], view.stride[3], columns - d,
+                      hide ? V<T>{} : load(from + d) * scale);
+  }
+}
+template <class T>
+inline void put_grad_keys(const Problem<T>& problem, const View& view, int64_t columns, int64_t b, int64_t hk,
+                          int64_t begin, int64_t end, const A<T>* grad, int64_t padded, A<T> scale) {
+  with_dtype_beside<T>(view.dtype, [&]<class S>(S) {
+    put_grad_keys_of<S>(problem, view, columns, b, hk, begin, end, grad, padded, scale);
+  });
+}
+
 }  // namespace
 }  // namespace fastattn::FASTATTN_ISA

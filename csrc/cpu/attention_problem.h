@@ -246,13 +246,17 @@ FASTATTN_INLINE void describe(const Problem<T>& problem, int64_t b, int64_t coun
   tile.b = b;
   // What a call needs not is not looked at for each row: short queries consist of this.
   for (int r = 0; r < tile.count; ++r) row_of(r, tile.head[r], tile.row[r]);
-  for (int r = 0; r < tile.count; ++r) {
-    int64_t lo, hi;
-    problem.band(tile.row[r], lo, hi);
-    tile.lo[r] = Int<A<T>>(lo);
-    tile.hi[r] = Int<A<T>>(hi);
-    tile.seen[r] = lo < hi;
-  }
+  const bool banded = p.window_left >= 0 || p.window_right >= 0;
+  if (banded)
+    for (int r = 0; r < tile.count; ++r) {
+      int64_t lo, hi;
+      problem.band(tile.row[r], lo, hi);
+      tile.lo[r] = Int<A<T>>(lo);
+      tile.hi[r] = Int<A<T>>(hi);
+      tile.seen[r] = lo < hi;
+    }
+  else
+    for (int r = 0; r < tile.count; ++r) tile.lo[r] = 0, tile.hi[r] = Int<A<T>>(p.S), tile.seen[r] = p.S > 0;
   if (problem.masked)
     for (int r = 0; r < tile.count; ++r) {
       if (p.mask.data) tile.mask_row[r] = offset(p.mask, b, tile.head[r], tile.row[r]);
@@ -262,12 +266,12 @@ FASTATTN_INLINE void describe(const Problem<T>& problem, int64_t b, int64_t coun
   for (int v = 0; v < NV; ++v) {
     const int first = v * int(N<T>), last = int(min(tile.count, first + N<T>));
     int64_t lo_min = p.S, lo_max = 0, hi_min = p.S, hi_max = 0;
-    bool whole = last == first + N<T>;
-    for (int r = first; r < last; ++r) {
+    const int rows = int(max(last - first, 0));
+    const bool whole = rows == N<T> && !std::memchr(tile.seen + first, false, size_t(rows));
+    for (int r = first; r < first + (banded ? rows : min(rows, 1)); ++r) {
       const int64_t lo = tile.lo[r], hi = tile.hi[r];
       lo_max = max(lo_max, lo), hi_min = min(hi_min, hi);
       lo_min = min(lo_min, lo < hi ? lo : p.S), hi_max = max(hi_max, lo < hi ? hi : 0);
-      whole &= tile.seen[r];
     }
     tile.vector_lo[v] = lo_min, tile.vector_hi[v] = hi_max, tile.whole[v] = whole;
     tile.lo_min = min(tile.lo_min, lo_min), tile.lo_max = max(tile.lo_max, lo_max);

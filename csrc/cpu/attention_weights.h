@@ -85,7 +85,7 @@ class HeldWeights {
     Work all;
     all.add(problem_);
     const ForwardPlan<T> forward(problem_, p_, all, 1);
-    if (forward.few_rows || forward.splits > 1) return;
+    if (forward.few_rows || forward.few_keys || forward.splits > 1) return;
     fit_ = min(kMost, kMemory / (2 * keys_ * kTile<T> * int64_t(sizeof(A<T>))));
   }
   bool fit() const { return fit_ > 0; }

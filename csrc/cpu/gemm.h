@@ -1,9 +1,14 @@
 // The register-blocked products of the CPU kernels. A tile is kColumns vectors wide (its lanes are query
-// rows); "panel" is a packed operand with rows of that width. There are three products:
+// rows); "panel" is a packed operand with rows of that width. The products of tiles are three:
 //
 //   scores   C[M, tile]  = A[M, K] B[K, tile]    A: keys or values where they lie, rows `ld` apart
 //   outputs  C[M, tile] += A[M, K] B[K, tile]    A: sideways, columns `ld` apart (Plain), or transposed
 //   keys     C[M, N]    += A[M, tile] B[tile, N] A: weights [keys, tile], B: query rows, C: their gradient
+//
+// Where keys are few, all operands have rows that lie somewhere, any distance apart, and there are two:
+//
+//   rows     C[M, N]     = A[M, K] B[K, N]
+//   sums     C[M, N]    += A^T B                 A: [K, M], B: [K, N]
 //
 // A is read one scalar (or bf16 pair) broadcast at a time, so that keys and values are never repacked in
 // fp32.
@@ -40,7 +45,7 @@ struct TileConfiguration {
 };
 #endif
 
-enum class Product { scores, outputs, keys };
+enum class Product { scores, outputs, keys, rows, sums };
 
 // Rows of memory that are wanted soon. Products bring them into the second-level cache while they run, one
 // line per step along K, down the rows: neither a block of keys that few query rows visit nor the place of a
@@ -99,15 +104,17 @@ struct Plain {
   static void tile(int64_t K, const E* a, int64_t lda, const E* b, int64_t ldb, E* c, int64_t ldc,
                    const char* ahead, int64_t step) {
     constexpr int N = kLanes<E>;
-    const int64_t rs = kProduct == Product::outputs ? 1 : kProduct == Product::keys ? kWide : lda;
-    const int64_t cs = kProduct == Product::outputs ? lda : 1;
-    if constexpr (kProduct != Product::keys) ldb = ldc = kWide;
+    constexpr bool kSideways = kProduct == Product::outputs || kProduct == Product::sums;
+    const int64_t rs = kSideways ? 1 : kProduct == Product::keys ? kWide : lda;
+    const int64_t cs = kSideways ? lda : 1;
+    if constexpr (kProduct == Product::scores || kProduct == Product::outputs) ldb = ldc = kWide;
     Vec<E> acc[MR][NV];
 #pragma GCC unroll 16
     for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v)
-        acc[m][v] = kProduct == Product::scores ? Vec<E>{} : load(c + m * ldc + v * N);
+        acc[m][v] =
+            kProduct == Product::scores || kProduct == Product::rows ? Vec<E>{} : load(c + m * ldc + v * N);
     // Were K not known to be positive, most accumulators would go through memory before and after the loop.
     int64_t k = K;
     do {
@@ -186,6 +193,21 @@ struct Plain {
         tiles[rows - 1](K, a + m * kWide, 0, b + n, N, c + m * N + n, N, nullptr, 0);
       });
     }
+  }
+  // `rows` and `sums`: K > 0. N is a multiple of the vector length, or of `rows` not less than it.
+  template <Product kProduct>
+  static void product(int64_t M, int64_t K, int64_t N, const E* a, int64_t lda, const E* b, int64_t ldb, E* c,
+                      int64_t ldc) {
+    for_row_shares(M, [&](int64_t m, int64_t rows) {
+      const E* from = a + m * (kProduct == Product::rows ? lda : 1);
+      auto columns = [&](const Tile* tiles, int64_t n) {
+        tiles[rows - 1](K, from, lda, b + n, ldb, c + m * ldc + n, ldc, nullptr, 0);
+      };
+      int64_t n = 0;
+      for (; n + kWide <= N; n += kWide) columns(table<kProduct>.rows, n);
+      for (; n + kLanes<E> <= N; n += kLanes<E>) columns(table<kProduct, 1>.rows, n);
+      if (n < N) columns(table<kProduct, 1>.rows, N - kLanes<E>);  // some of them again
+    });
   }
 };
 

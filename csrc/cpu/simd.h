@@ -577,22 +577,26 @@ template <class E>
 FASTATTN_INLINE void transpose(Vec<E> (&rows)[kLanes<E>]) {
   transpose_steps<kLanes<E> / 2, E>(rows);
 }
-template <int kStep, class E>
-FASTATTN_INLINE Vec<E> reduce_steps(Vec<E> (&rows)[kLanes<E>]) {
+template <int kStep, class E, class F>
+FASTATTN_INLINE Vec<E> reduce_steps(Vec<E> (&rows)[kLanes<E>], F&& join) {
 #pragma GCC unroll 16
   for (int i = 0; i < kStep; ++i) {
     exchange<kStep>(rows[i], rows[i + kStep], std::make_integer_sequence<int, kLanes<E>>{});
-    rows[i] += rows[i + kStep];
+    rows[i] = join(rows[i], rows[i + kStep]);
   }
   if constexpr (kStep > 1)
-    return reduce_steps<kStep / 2, E>(rows);
+    return reduce_steps<kStep / 2, E>(rows, join);
   else
     return rows[0];
 }
-// Lane i of the result is the sum of the lanes of rows[i].
+// Lane i of the result is the sum of the lanes of rows[i], or what else `join` makes of two vectors of them.
+template <class E, class F>
+FASTATTN_INLINE Vec<E> reduce_rows(Vec<E> (&rows)[kLanes<E>], F&& join) {
+  return reduce_steps<kLanes<E> / 2, E>(rows, join);
+}
 template <class E>
 FASTATTN_INLINE Vec<E> reduce_rows(Vec<E> (&rows)[kLanes<E>]) {
-  return reduce_steps<kLanes<E> / 2, E>(rows);
+  return reduce_rows<E>(rows, [](Vec<E> a, Vec<E> b) __attribute__((always_inline)) { return a + b; });
 }
 
 }  // namespace
