@@ -105,6 +105,7 @@ struct Plain {
                    const char* ahead, int64_t step) {
     constexpr int N = kLanes<E>;
     constexpr bool kSideways = kProduct == Product::outputs || kProduct == Product::sums;
+    constexpr bool kApart = kProduct == Product::scores || kProduct == Product::rows;
     const int64_t rs = kSideways ? 1 : kProduct == Product::keys ? kWide : lda;
     const int64_t cs = kSideways ? lda : 1;
     if constexpr (kProduct == Product::scores || kProduct == Product::outputs) ldb = ldc = kWide;
@@ -112,25 +113,44 @@ struct Plain {
 #pragma GCC unroll 16
     for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v)
-        acc[m][v] =
-            kProduct == Product::scores || kProduct == Product::rows ? Vec<E>{} : load(c + m * ldc + v * N);
-    // Were K not known to be positive, most accumulators would go through memory before and after the loop.
-    int64_t k = K;
-    do {
+      for (int v = 0; v < NV; ++v) acc[m][v] = kApart ? Vec<E>{} : load(c + m * ldc + v * N);
+    // Rows of A whose distance is not known are addressed from three of them: with an offset for each there
+    // would be more than general registers, and one that waits in a vector costs the multiplier a step.
+    const E *a5 = a + 5 * rs, *a10 = a + 10 * rs;
+    if constexpr (kApart && MR > 5) asm("" : "+r"(a5));
+    if constexpr (kApart && MR > 10) asm("" : "+r"(a10));
+    auto element = [&](int m) {
+      if constexpr (!kApart) return a[m * rs];
+      return m < 5 ? a[m * rs] : m < 10 ? a5[(m - 5) * rs] : a10[(m - 10) * rs];
+    };
+    // The rows of C behind these: a block's gradients lie in the second-level cache.
+    if constexpr (kProduct == Product::keys) ahead = reinterpret_cast<const char*>(c + MR * ldc);
+    auto multiply_step = [&]() __attribute__((always_inline)) {
       Vec<E> bv[NV];
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) bv[v] = load(b + v * N);
 #pragma GCC unroll 16
       for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; ++v) acc[m][v] += a[m * rs] * bv[v];
+        for (int v = 0; v < NV; ++v) acc[m][v] += element(m) * bv[v];
       if constexpr (kAhead) {
         __builtin_prefetch(ahead, 0, 2);
         ahead += step;
       }
-      a += cs;
+      if constexpr (kProduct == Product::keys) {
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; ++v) __builtin_prefetch(ahead + v * 64, 1);
+        ahead += ldc * int64_t(sizeof(E));
+      }
+      a += cs, a5 += cs, a10 += cs;
       b += ldb;
+    };
+    // Were K not known to be positive, most accumulators would go through memory before and after the loop.
+    int64_t k = K;
+    do {
+      multiply_step();
+      if (!--k) break;
+      multiply_step();
     } while (--k);
     // The addresses are formed again: those of the loads would be spilled across the loop.
     if constexpr (kProduct == Product::keys) asm("" : "+r"(c), "+r"(ldc));
