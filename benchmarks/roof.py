@@ -2,7 +2,9 @@
 
 "fp32" and "bf16" are register-only multiply-add loops of the native library (csrc/cpu/roof.cpp), "bf16_tile"
 the same for matrix tiles where the processor has them. A processor that cannot multiply bf16 widens it: its
-roof is that of fp32. Without the native library a 1024^3 fp32 torch.matmul stands in, which is another roof.
+roof is that of fp32. "matmul" is a 1024^3 fp32 torch.matmul: processors lower their clock where operands come
+from memory, by a sixth on some, so that no product reaches the roof of registers. Without the native library
+it stands in for that.
 "copy" is a copy between two buffers larger than the private caches, read + write; "read" is a sum over one.
 """
 
@@ -16,7 +18,7 @@ from fastattn import _native
 
 from .runner import time_calls
 
-KINDS = ("fp32", "bf16", "bf16_tile", "copy", "read")
+KINDS = ("fp32", "bf16", "bf16_tile", "matmul", "copy", "read")
 COPY_BYTES = 128 << 20
 MATMUL_SIZE = 1024
 # One call has to be long beside the start of the threads, which takes milliseconds where cores are shared.
@@ -77,6 +79,8 @@ def _find(kind: str) -> Roof | None:
         return _copy()
     if kind == "read":
         return _read()
+    if kind == "matmul":
+        return _matmul(kind)
     if kind == "bf16_tile":
         return _register_loop(kind, kind)
     return _register_loop(kind, kind) or _register_loop(kind, "fp32") or _matmul(kind)

@@ -321,13 +321,14 @@ def test_absent_peers_are_listed_as_absent():
 
 
 def test_roofs_are_positive_and_say_how_they_were_measured():
-    found = roof_module.roofs(("fp32", "copy"))
-    assert set(found) == {"fp32", "copy"}
+    found = roof_module.roofs(("fp32", "matmul", "copy"))
+    assert set(found) == {"fp32", "matmul", "copy"}
     for roof in found.values():
         assert roof.work > 0
         assert time_calls(roof.call, 1) >= 0
     assert found["fp32"].source.startswith("register" if NATIVE else "torch.matmul")
-    assert (found["fp32"].unit, found["copy"].unit) == ("GFLOP/s", "GB/s")
+    assert found["matmul"].source == "torch.matmul 1024 fp32"
+    assert [roof.unit for roof in found.values()] == ["GFLOP/s", "GFLOP/s", "GB/s"]
 
 
 def test_the_roof_of_bf16_without_an_instruction_is_that_of_fp32(monkeypatch):
