@@ -193,6 +193,28 @@ def test_padding_equals_shorter_sequences(impl):
             torch.testing.assert_close(result, whole, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_steps_that_the_short_way_does_not_take(inplace):
+    """Later steps of a process skip what the first one looked at; what does not fit has to be seen anyway."""
+    q, k, v = (torch.randn(2, 3, 4) for _ in range(3))
+    state = LinearAttentionState.zeros(2, 3, 4, 4)
+    step(q, k, v, state)
+    nothing = torch.randn(2, 0, 4)
+    out, after = step(nothing, nothing, nothing, LinearAttentionState.zeros(2, 0, 4, 4), inplace=inplace)
+    assert out.shape == (2, 0, 4)
+    assert after.kv.shape == (2, 0, 4, 4)
+    for wrong, name in [((q[:, :2], k, v), "query"), ((q, k[..., :3], v), "key"), ((q, k, v[:1]), "value")]:
+        with pytest.raises(RuntimeError, match=name):
+            step(*wrong, state, inplace=inplace)
+    with pytest.raises(RuntimeError, match="state"):
+        step(q, k, v, LinearAttentionState.zeros(2, 3, 4, 5), inplace=inplace)
+    with pytest.raises(ValueError, match="eps"):
+        step(q, k, v, state, eps=-1.0, inplace=inplace)
+    with pytest.raises(ValueError, match="feature_map"):
+        step(q, k, v, state, feature_map="tanh", inplace=inplace)
+    assert all(not t.any() for t in state), "refused calls write nothing"
+
+
 def test_a_step_leaves_its_state_alone(impl):
     """Unless asked: forks of a state go separate ways."""
     q, k, v = normal(2, 4, 8), normal(2, 2, 8), normal(2, 2, 6)

@@ -17,7 +17,6 @@ from fastattn.ops._common import (
     is_plain,
     is_watched,
     needs_function,
-    wide_dtype,
 )
 from fastattn.ops._linear_attention_autograd import (
     LinearAttention,
@@ -35,9 +34,8 @@ FeatureMap = str | Callable[[Tensor], Tensor]
 
 _step_on_cpu = step_op._handle.redispatch_boxed
 _step_in_place_on_cpu = step_op_._handle.redispatch_boxed
-# The dtypes of plain steps that need no choice any more, with that of their state: none until the CPU library
-# was found.
-_plain_dtypes: dict[torch.dtype, torch.dtype] = {}
+# The dtypes of plain steps that need no choice any more: none until the CPU library was found.
+_plain_dtypes: set[torch.dtype] = set()
 
 
 def linear_attention(
@@ -190,7 +188,7 @@ def linear_attention_step(
         >>> out, state = fastattn.linear_attention_step(q, k, v, state)
     """
     # The plain step, in as few steps as possible: generation takes millions of them. Everything it does not
-    # recognise takes the long way below.
+    # recognise takes the long way below, and so does what the kernel refuses, which is told why there.
     if (
         not is_compiling()
         and query.__class__ is key.__class__ is value.__class__ is Tensor
@@ -198,44 +196,20 @@ def linear_attention_step(
         and feature_map.__class__ is str
         and normalize.__class__ is inplace.__class__ is bool
         and eps.__class__ is float
+        and 0.0 <= eps < math.inf
         and (scale is None or scale.__class__ is float)
-        and (decay is None or decay.__class__ is Tensor)
+        and (decay is None or (decay.__class__ is Tensor and is_plain(decay)))
         and (impl == "auto" or impl == "cpu")
+        and query.dtype in _plain_dtypes
     ):
         kv, z = state
-        shape, key_shape, value_shape = query.shape, key.shape, value.shape
-        dtype = query.dtype
-        wide = _plain_dtypes.get(dtype)
         if (
-            wide is not None
-            and kv.__class__ is z.__class__ is Tensor
-            and wide is kv.dtype is z.dtype
-            and dtype is key.dtype is value.dtype
-            and len(shape) == len(value_shape) == 3
-            and (
-                shape == key_shape
-                or (len(key_shape) == 3 and shape[::2] == key_shape[::2] and key_shape[1] > 0)
-            )
-            and shape[1] % key_shape[1] == 0
-            and value_shape[0] == key_shape[0]
-            and value_shape[1] == key_shape[1]
-            and z.shape == shape
-            and kv.shape == (*shape, value_shape[2])
-            and feature_map in reference.FEATURE_MAPS
-            and 0.0 <= eps < math.inf
+            kv.__class__ is z.__class__ is Tensor
             and is_plain(query)
             and is_plain(key)
             and is_plain(value)
             and is_plain(kv)
             and is_plain(z)
-            and (
-                decay is None
-                or (
-                    decay.dtype in (dtype, wide)
-                    and (decay.shape == shape[:2] or decay.shape == shape[1:2])
-                    and is_plain(decay)
-                )
-            )
             and not (
                 torch.is_grad_enabled()
                 and (
@@ -252,24 +226,27 @@ def linear_attention_step(
             and not _is_any_autocast_enabled()
             and not is_watched()
         ):
-            scale = 1.0 if scale is None else scale
-            if inplace:
-                out = _step_in_place_on_cpu(
-                    CPU_KEYS, query, key, value, kv, z, decay, feature_map, normalize, eps, scale
+            factor = 1.0 if scale is None else scale
+            try:
+                if inplace:
+                    out = _step_in_place_on_cpu(
+                        CPU_KEYS, query, key, value, kv, z, decay, feature_map, normalize, eps, factor
+                    )
+                    # The kernel was called behind autograd's back: what it saved of the state has changed.
+                    torch._C._increment_version(state)
+                    return out, state
+                out, kv, z = _step_on_cpu(
+                    CPU_KEYS, query, key, value, kv, z, decay, feature_map, normalize, eps, factor
                 )
-                # The kernel was called behind autograd's back: what it saved of the state has changed.
-                torch._C._increment_version(state)
-                return out, state
-            out, kv, z = _step_on_cpu(
-                CPU_KEYS, query, key, value, kv, z, decay, feature_map, normalize, eps, scale
-            )
-            return out, LinearAttentionState(kv, z)
+                return out, LinearAttentionState(kv, z)
+            except RuntimeError:
+                pass
 
     call = prepare_step(query, key, value, state, feature_map, normalize, eps, scale, decay, inplace)
     tensors, options = call.tensors, call.options
     implementation = choose(call.request, impl)
     if implementation == "cpu" and not is_compiling():
-        _plain_dtypes.update({dtype: wide_dtype(dtype) for dtype in KERNEL_DTYPES})
+        _plain_dtypes.update(KERNEL_DTYPES)
     if inplace and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise RuntimeError(
             "inplace=True would overwrite the state that a gradient needs: "
