@@ -198,7 +198,8 @@ def test_few_keys(impl, dtype, name):
 @choices((torch.float32, torch.bfloat16, torch.float16), (torch.float32,))
 def test_few_keys_of_grouped_heads(impl, dtype):
     """Short queries: a tile has rows of several heads, which lie in one piece, or do not."""
-    for L, S, options in thin(impl, ((20, 7, {}), (17, 9, {"mask": "bool"}), (1, 2, {}), (600, 16, {}))):
+    sizes = ((20, 7, {}), (17, 9, {"mask": "bool"}), (1, 2, {}), (600, 16, {}), (20, 7, {"sinks": True}))
+    for L, S, options in thin(impl, sizes):
         case = make_case(
             **({"B": 1, "H": 8, "Hkv": 1 + (L > 1), "L": L, "S": S, "D": 64, "dtype": dtype} | options)
         )
@@ -206,6 +207,27 @@ def test_few_keys_of_grouped_heads(impl, dtype):
         for name in ("query", "grad_out"):
             setattr(case, name, getattr(case, name).transpose(1, 2).contiguous().transpose(1, 2))
         check(call(case, impl), case)
+
+
+def test_few_keys_shared_out_unevenly():
+    """Each task is done once, whatever the number of threads that its place depends on."""
+    impl, threads = require("cpu"), torch.get_num_threads()
+    case = make_case(1, 7, L=600, S=16, D=64, dtype=torch.float32)
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            check(call(case, impl), case)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_few_keys_of_rows_that_see_nothing():
+    """Such a row stays 0 beside others that see a NaN."""
+    case = make_case(1, 2, L=67, S=16, D=32, dtype=torch.float32)
+    case.attn_mask = (torch.arange(67) % 9 != 4).view(1, 1, 67, 1).expand(1, 1, 67, 16)
+    case.value[:, :, 5] = math.nan
+    out = call(case, require("cpu"))["out"]
+    assert (out[:, :, 4::9] == 0).all() and out[:, :, 5::9].isnan().all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
