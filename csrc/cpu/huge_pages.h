@@ -8,12 +8,13 @@
 namespace fastattn {
 
 constexpr uint64_t kHugePage = uint64_t(2) << 20;
-constexpr uint64_t kWorthHugePages = 4 * kHugePage;
+// From here on the C library's allocator maps memory anew for each tensor. What is smaller is mostly memory
+// that was used before, without faults.
+constexpr uint64_t kWorthHugePages = 16 * kHugePage;
 
-// Large memory that an allocator has just handed out was mostly never touched, and each page costs a fault
-// when it is: in pages of 4 KiB that is a third of the time of a sum over 2 million edges or of attention
-// with a learnable bias. Pages of 2 MiB, where the system grants them, save most of it; where not, nothing
-// changes.
+// Each page of memory that was never touched costs a fault: in pages of 4 KiB that is a third of the time of
+// a sum over 2 million edges or of attention with a learnable bias. Pages of 2 MiB, where the system grants
+// them, save most of it; where not, nothing changes.
 inline void wish_for_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] uint64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   if (bytes < kWorthHugePages) return;
