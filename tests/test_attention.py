@@ -230,6 +230,24 @@ def test_few_keys_of_rows_that_see_nothing():
     assert (out[:, :, 4::9] == 0).all() and out[:, :, 5::9].isnan().all()
 
 
+@pytest.mark.parametrize("options, seen", [
+    ({"is_causal": True}, slice(0, 20)),
+    ({"is_causal": True, "causal_alignment": "lower_right", "window_size": (10, 0)}, slice(70, 100)),
+])  # fmt: skip
+def test_few_keys_among_many(impl, options, seen):
+    """Keys before and behind all bands have no gradient, whatever was in its memory."""
+    case = make_case(1, 8, 1, 20, 100, 32, dtype=torch.float32, **options)
+    stale = [torch.full((1, 1, 100, 32), math.nan) for _ in range(16)]
+    del stale
+    results = call(case, impl)
+    check(results, case)
+    for name in ("grad_key", "grad_value"):
+        hidden = results[name].clone()
+        assert hidden[:, :, seen].any()
+        hidden[:, :, seen] = 0
+        assert (hidden == 0).all(), name
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_of_few_keys(impl, layout):
     for D in thin(impl, (32, 20)):
