@@ -25,8 +25,9 @@ FASTATTN_INLINE Vec<A> scaled(Vec<A> x, A factor) {
 
 // Memory that will be read or written soon and may be far away. Products bring it between their blocks, so
 // many lines at a time as a core can have on their way, and hide how long that takes. Dense rows come by
-// whole pages, which are touched before: lines that are asked for while the address of their page is looked
-// up are lost, and a page of which some lines are missing arrives later than one that was not asked for.
+// whole pages, which are touched before: timing suggests that lines are lost which are asked for while the
+// address of their page is looked up, and pages of which only some lines were asked for came later than
+// others.
 class Upcoming {
  public:
   void add(const void* rows, int64_t stride, int64_t count, int64_t bytes) {
