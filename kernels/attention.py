@@ -39,7 +39,7 @@ class _Call:
 
     def __init__(
         self, query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks, dropout_seed, scale,
-        softcap, window_left, window_right, lower_right, dropout_p, packed=(),
+        softcap=0.0, window_left=-1, window_right=-1, lower_right=False, dropout_p=0.0, packed=(),
     ):  # fmt: skip
         self.B, self.H, self.L, D = check("query", query, (None,) * 4)
         _, Hkv, self.S, _ = check("key", key, (self.B, None, None, D), query.dtype)
@@ -173,7 +173,7 @@ def _check_bounds(cu_seqlens_q, cu_seqlens_k) -> tuple[Tensor, Tensor]:
 
 
 def attention_forward(query: Tensor, key: Tensor, value: Tensor, *args) -> tuple[Tensor, Tensor]:
-    call = _Call(query, key, value, *args[:11], args[11:])
+    call = _Call(query, key, value, *args[:11], packed=args[11:])
     # Heads beside channels in memory: joining them afterwards is then a view.
     out = query.new_empty((call.B, call.L, call.H, value.shape[3])).transpose(1, 2)
     lse = call.empty(call.B, call.H, call.L)
@@ -192,7 +192,9 @@ def attention_backward(
     window_right: int, lower_right: bool, dropout_p: float, mask_grad: bool, alibi_grad: bool,
     sinks_grad: bool, *packed,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    grads = [torch.empty_like(t) for t in (query, key, value)]
+    # Key heads that no query head reads have no program of their own.
+    allocate = torch.empty_like if query.shape[1] > 0 else torch.zeros_like
+    grads = [allocate(t) for t in (query, key, value)]
     call = _Call(
         query, key, value, attn_mask, key_padding_mask, alibi_slopes, sinks, dropout_seed, scale, softcap,
         window_left, window_right, lower_right, dropout_p, packed,
@@ -229,7 +231,7 @@ def attention_backward(
     )  # fmt: skip
     call.launch(
         kernels.grad_key_value_kernel, GRAD_KEY_VALUE,
-        lambda config: key.shape[1] * call.places(config)[1], QUERIES, **saved,
+        lambda config: (key.shape[1] if H > 0 else 0) * call.places(config)[1], QUERIES, **saved,
     )  # fmt: skip
     grad_mask, grad_alibi, grad_sinks = query.new_empty(0), query.new_empty(0), query.new_empty(0)
     if mask_grad:

@@ -495,6 +495,19 @@ def test_mask_gradient_has_the_shape_and_dtype_of_the_mask(impl):
             assert mask.grad.shape == shape and mask.grad.dtype == mask_dtype
 
 
+@NATIVE
+@pytest.mark.parametrize("options", (
+    {"is_causal": True}, {"window_size": (40, 20)}, {"window_size": (0, 150)}, {"padding": True},
+    {"is_causal": True, "causal_alignment": "lower_right"},
+), ids=str)  # fmt: skip
+def test_mask_gradient_where_keys_are_hidden(impl, options):
+    """It is 0 there, in whole blocks of keys and in parts of them, before and behind those that are seen."""
+    for L, S, mask_shape in ((70, 300, "hls"), (70, 300, "bhls"), (20, 1300, "hls"), (300, 1300, "bhls")):
+        for B, dtype in ((1, torch.float32), (2, torch.float32), (1, torch.bfloat16)):
+            case = make_case(B, 2, 1, L, S, 8, dtype=dtype, mask="float", mask_shape=mask_shape, **options)
+            check(call(case, impl), case)
+
+
 @pytest.mark.parametrize("shape", ((1, 70), (70, 1), (1, 1)))
 def test_mask_gradient_where_several_tiles_share_a_number(impl, shape):
     q, k = torch.randn(2, 1, 70, 8), torch.randn(2, 1, 70, 8)

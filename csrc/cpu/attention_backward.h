@@ -118,9 +118,14 @@ inline void backward_head(const Problem<T>& problem, const AttentionGradParams& 
   // Panels of the tiles in flight are the same size every time: take them once.
   for (int64_t t = 0; t < together; ++t) reserve(problem, scratch, arena, grads[t]);
 
+  // The keys of the chunk before which a tile's part of the mask's gradient is complete.
+  int64_t* complete = arena.take<int64_t>(together);
+  const bool add_mask = chunks.by_head && b > 0;
+
   for (int64_t first = 0; first < problem.tiles; first += together) {
     const int64_t count = min(together, problem.tiles - first);
     int64_t key_begin = p.S, key_end = 0;
+    std::fill_n(complete, count, chunk_begin);
     for (int64_t t = 0; t < count; ++t) {
       make_tile(problem, b, hk, first + t, tiles[t]);
       hide_unused(tiles[t]);
@@ -138,15 +143,19 @@ inline void backward_head(const Problem<T>& problem, const AttentionGradParams& 
         if (last && next_head >= 0) bring_tile(problem, p, next_head, t, count, block.ahead);
         if (!grad_score_tile(problem, tiles[t], grads[t], block, scratch)) continue;
         const Scores<T>& s = scratch.scores;
-        if (chunks.fused_mask)
+        if (chunks.fused_mask) {
           put_tile(p.grad_mask, tiles[t], s.begin, s.end - s.begin,
-                   scratch.grad_weights + s.span.begin * kTile<T>, chunks.by_head && b > 0);
+                   scratch.grad_weights + s.span.begin * kTile<T>, add_mask);
+          if (!add_mask) clear_tile(p.grad_mask, tiles[t], complete[t], s.begin);
+          complete[t] = s.end;
+        }
         grad_products(problem, tiles[t], grads[t], block, scratch,
                       grad_key + (begin - chunk_begin) * scratch.columns,
                       grad_value + (begin - chunk_begin) * scratch.columns_v);
       }
     }
     for (int64_t t = 0; t < count; ++t) {
+      if (chunks.fused_mask && !add_mask) clear_tile(p.grad_mask, tiles[t], complete[t], chunk_end);
       if (partial)
         std::memcpy(partial + ((b * p.Hkv + hk) * problem.tiles + first + t) * p.D * kTile<T>,
                     grads[t].grad_query_t, size_t(p.D * kTile<T>) * sizeof(A<T>));
@@ -224,15 +233,17 @@ inline void backward_task(const Problem<T>& problem, const AttentionGradParams& 
 
 template <class T>
 inline void backward(const AttentionGradParams& p, const Parallel& parallel) {
+  if (p.grad_mask.data && p.B * p.H * p.L * p.S == 0) clear_mask_grad(p);
   if (p.B * p.Hkv == 0) return;
   const Problems<T, AttentionGradParams> problems(p);
   const Schedule<Chunks<T>> schedule(problems, parallel.threads);
+  const bool fused_mask = schedule.parts()[0].plan.fused_mask;
   const Buffer<A<T>> partial(schedule.memory);
   const int64_t slopes = p.grad_alibi.data ? schedule.parts()[0].plan.slopes_per_task : 0;
   const Buffer<double> alibi(schedule.tasks * slopes);
   if (alibi.data()) std::memset(alibi.data(), 0, size_t(schedule.tasks * slopes) * sizeof(double));
   if (p.grad_sinks.data) std::memset(p.grad_sinks.data, 0, size_t(p.B * p.H) * sizeof(A<T>));
-  if (p.grad_mask.data) clear_mask_grad(p);
+  if (fused_mask && schedule.parts()[0].plan.few_rows) clear_mask_grad(p);
 
   for_each_task(parallel, schedule.tasks, [&](int64_t task, int) {
     const auto& part = schedule.of_task(task);
@@ -261,7 +272,7 @@ inline void backward(const AttentionGradParams& p, const Parallel& parallel) {
       problems.with(part.problem, [&](const Problem<T>&, const AttentionGradParams& own) {
         merge_grad_alibi(own, part.plan, alibi.data() + part.task * slopes);
       });
-  if (p.grad_mask.data && !schedule.parts()[0].plan.fused_mask) mask_gradient(Problem<T>(p), p, parallel);
+  if (p.grad_mask.data && !fused_mask) mask_gradient(Problem<T>(p), p, parallel);
 }
 
 }  // namespace

@@ -10,12 +10,24 @@ inline int64_t mask_extent(const View& mask, int dimension, int64_t size) {
   return mask.stride[dimension] ? size : 1;
 }
 
+inline int64_t mask_bytes(const View& mask) {
+  return mask.dtype == DType::f64 ? 8 : mask.dtype == DType::f32 ? 4 : 2;
+}
+
 inline void clear_mask_grad(const AttentionGradParams& p) {
   const View& mask = p.grad_mask;
   const int64_t outer = mask_extent(mask, 0, p.B) * mask_extent(mask, 1, p.H);
   const int64_t inner = mask_extent(mask, 2, p.L) * mask_extent(mask, 3, p.S);
-  const size_t bytes = mask.dtype == DType::f64 ? 8 : mask.dtype == DType::f32 ? 4 : 2;
-  std::memset(mask.data, 0, size_t(outer * inner) * bytes);
+  std::memset(mask.data, 0, size_t(outer * inner * mask_bytes(mask)));
+}
+// Keys [begin, end) of a tile's rows, where the gradient has a row for each.
+template <class T>
+inline void clear_tile(const View& mask, const Tile<T>& tile, int64_t begin, int64_t end) {
+  if (begin >= end) return;
+  for (int r = 0; r < tile.count; ++r)
+    std::memset(static_cast<char*>(mask.data) +
+                    offset(mask, tile.b, tile.head[r], tile.row[r], begin) * mask_bytes(mask),
+                0, size_t((end - begin) * mask_bytes(mask)));
 }
 
 inline bool mask_is_shared_by_batch(const AttentionGradParams& p) {
