@@ -121,18 +121,22 @@ def _is_ours(
         query, key, value, attn_mask, dropout_p, is_causal
     ):
         return False
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    if not all(
+        type(t) in _PLAIN and t.layout is torch.strided and not t.is_nested and t.device == query.device
+        for t in tensors
+    ):
+        return False
     # Common calls on the CPU: checked as the function itself checks them, which is short.
     if (
-        (attn_mask is None or (not is_causal and getattr(attn_mask, "dtype", None) is torch.bool))
+        (attn_mask is None or (not is_causal and attn_mask.dtype is torch.bool))
         and common_scale(query, key, value, attn_mask, None, dropout_p, is_causal, scale, enable_gqa)
         is not None
         and dropout_p < 1
     ):
         return True
-    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     if not (
-        all(type(t) in _PLAIN and t.layout is torch.strided and not t.is_nested for t in tensors)
-        and isinstance(dropout_p, (float, int))
+        isinstance(dropout_p, (float, int))
         and 0 <= dropout_p < 1
         and isinstance(is_causal, bool)
         and isinstance(enable_gqa, bool)
@@ -151,9 +155,7 @@ def _is_ours(
         and (shape[1] == key_shape[1] or (enable_gqa and key_shape[1] > 0 and shape[1] % key_shape[1] == 0))
     ):
         return False
-    dtype, device = query.dtype, query.device
-    if key.device != device or value.device != device:
-        return False
+    dtype = query.dtype
     lower = autocast_dtype(query)
     if lower is None or torch.float64 in (dtype, key.dtype, value.dtype):
         if key.dtype is not dtype or value.dtype is not dtype:
@@ -164,8 +166,7 @@ def _is_ours(
     if attn_mask is not None:
         scores = (key_shape[2], shape[2], shape[1], shape[0])
         if not (
-            attn_mask.device == device
-            and (attn_mask.dtype in (torch.bool, dtype) or (lower and attn_mask.is_floating_point()))
+            (attn_mask.dtype in (torch.bool, dtype) or (lower and attn_mask.is_floating_point()))
             and 2 <= attn_mask.dim() <= 4
             and all(n == 1 or n == m for n, m in zip(attn_mask.shape[::-1], scores, strict=False))
         ):
@@ -175,7 +176,7 @@ def _is_ours(
         options.append("is_causal")
     if dropout_p > 0:
         options.append("dropout_p")
-    chosen = choose(Request(device.type, dtype, tuple(options)), "auto")
+    chosen = choose(Request(query.device.type, dtype, tuple(options)), "auto")
     return chosen not in ("torch", "reference")
 
 

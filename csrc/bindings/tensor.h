@@ -50,11 +50,27 @@ inline int32_t dtype_code(const Tensor& tensor) {
   return code;
 }
 
+inline DType dtype_of(const char* name, const Tensor& tensor) {
+  const int32_t code = dtype_code(tensor);
+  for (const TorchDType& known : torch_dtypes())
+    if (known.code == code) return known.dtype;
+  STD_TORCH_CHECK(false, name, " must be float32, float64, bfloat16, float16 or bool");
+}
+
 // Wrappers, tensors of zeros that are never written, and those whose storage was freed have no memory.
 inline void* data_of(const char* name, const Tensor& tensor) {
   void* data = tensor.data_ptr();
   STD_TORCH_CHECK(data || tensor.numel() == 0, name, " must be a plain tensor with memory of its own");
   return data;
+}
+
+// The kernels read memory by strides. The dispatcher lets nothing else pass, but common calls go around it.
+inline void check_strided_on_cpu(const char* name, const Tensor& tensor) {
+  static const int32_t cpu = aoti_torch_device_type_cpu(), strided = aoti_torch_layout_strided();
+  int32_t device, layout;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+  STD_TORCH_CHECK(device == cpu && layout == strided, name, " must be a dense tensor on the CPU");
 }
 
 // A tensor's metadata, read once; valid while the tensor lives.
@@ -66,16 +82,14 @@ struct Array {
   DType dtype = DType::f32;
   void* data = nullptr;
 
-  Array(const char* name, const Tensor& tensor) : name(name), dim(tensor.dim()), data(data_of(name, tensor)) {
-    size = tensor.sizes().data();
+  Array(const char* name, const Tensor& tensor) : name(name) {
+    check_strided_on_cpu(name, tensor);
+    data = data_of(name, tensor);
+    const auto sizes = tensor.sizes();
+    dim = int64_t(sizes.size());
+    size = sizes.data();
     stride = tensor.strides().data();
-    const int32_t code = dtype_code(tensor);
-    for (const TorchDType& known : torch_dtypes())
-      if (known.code == code) {
-        dtype = known.dtype;
-        return;
-      }
-    STD_TORCH_CHECK(false, name, " must be float32, float64, bfloat16, float16 or bool");
+    dtype = dtype_of(name, tensor);
   }
 
   std::string shape() const {
@@ -129,9 +143,9 @@ struct Array {
 
 // Kernels ignore the stride of a dimension of size 1 in inputs, but rely on unit strides where they write.
 inline View output_view(const Tensor& tensor) {
-  const Array array("output", tensor);
-  View v{array.data, array.dtype, {0, 0, 0, 0}};
-  std::copy(array.stride, array.stride + array.dim, v.stride);
+  View v{tensor.data_ptr(), dtype_of("output", tensor), {0, 0, 0, 0}};
+  const auto strides = tensor.strides();
+  std::copy(strides.begin(), strides.end(), v.stride);
   return v;
 }
 

@@ -33,6 +33,11 @@ __all__ = [
 # then (H,) or (N, H), and there are no masks. These arguments come last, so that other calls go without them.
 
 _OPTIONS = "float scale, float softcap, int window_left, int window_right, bool lower_right, float dropout_p"
+# What a call leaves out need not be converted for it.
+_DEFAULTED_OPTIONS = (
+    "float scale, float softcap=0.0, int window_left=-1, int window_right=-1, bool lower_right=False, "
+    "float dropout_p=0.0"
+)
 _PACKED = (
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
     "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None"
@@ -41,7 +46,7 @@ _BIASES = "Tensor? attn_mask, Tensor? key_padding_mask, Tensor? alibi_slopes"
 
 library.define(
     f"attention_forward(Tensor query, Tensor key, Tensor value, {_BIASES}, Tensor? sinks, "
-    f"Tensor? dropout_seed, {_OPTIONS}, {_PACKED}) -> (Tensor out, Tensor lse)"
+    f"Tensor? dropout_seed, {_DEFAULTED_OPTIONS}, {_PACKED}) -> (Tensor out, Tensor lse)"
 )
 library.define(
     "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "

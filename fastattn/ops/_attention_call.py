@@ -341,17 +341,13 @@ def restore(tensor: Tensor, call: Prepared) -> Tensor:
 def common_scale(
     query, key, value, attn_mask, key_padding_mask, dropout_p, is_causal, scale, enable_gqa
 ) -> float | None:
-    """The scale if the CPU op may have these arguments as they are, else None: nothing to convert, to refuse
-    or to leave to the dispatcher, except that a tensor without memory is not noticed. In as few steps as
-    possible: on tiny inputs they are most of the time."""
+    """The scale if the CPU op may have these arguments as they are, else None: nothing to convert, or to
+    leave to the dispatcher. In as few steps as possible: on tiny inputs they are most of the time. So what
+    the kernel refuses itself is not looked for here: tensors without memory, sparse or on another device."""
     if not (
         query.__class__ is key.__class__ is value.__class__ is Tensor
         and not is_compiling()
         and query.is_cpu
-        and key.is_cpu
-        and value.is_cpu
-        and not (query.is_nested or key.is_nested or value.is_nested)
-        and query.layout is key.layout is value.layout is torch.strided
         and not (query.is_neg() or key.is_neg() or value.is_neg())
         and is_causal.__class__ is enable_gqa.__class__ is bool
         and dropout_p.__class__ is float
@@ -362,12 +358,15 @@ def common_scale(
         and not is_watched()
     ):
         return None
-    shape, key_shape, dtype = query.shape, key.shape, query.dtype
+    try:
+        shape, key_shape, value_shape, dtype = query.shape, key.shape, value.shape, query.dtype
+    except RuntimeError:  # nested tensors have none
+        return None
     if not (
         (shape == key_shape or _scores_fit(shape, key_shape, enable_gqa))
         and len(shape) == 4
         and shape[3] > 0
-        and (value.shape == key_shape or value.shape[:3] == key_shape[:3])
+        and (value_shape == key_shape or value_shape[:3] == key_shape[:3])
         and dtype is key.dtype is value.dtype
         and dtype in _common_dtypes
     ):

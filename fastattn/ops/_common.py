@@ -148,10 +148,12 @@ def register_autograd(name: str, op, function, *more) -> None:
 
     ``more`` are arguments of the function that the op does not have.
     """
+    defaults = [argument.default_value for argument in op._schema.arguments]
 
     def kernel(*args):
         if needs_function([a for a in args if isinstance(a, Tensor)]):
-            return apply_function(function, *args, *more)
+            # Arguments that have their default are not among those that arrive here.
+            return apply_function(function, *args, *defaults[len(args) :], *more)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
 

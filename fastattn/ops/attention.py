@@ -169,11 +169,15 @@ def scaled_dot_product_attention(
                     query, key, value, mask, key_padding_mask, None, None, seed,
                     factor, 0.0, -1, right, False, dropout_p,
                 )  # fmt: skip
-            else:
+            elif is_causal or seed is not None:
                 out, lse = _forward_on_cpu(
                     CPU_KEYS, query, key, value, attn_mask, key_padding_mask, None, None, seed,
                     factor, 0.0, -1, right, False, dropout_p,
                 )  # fmt: skip
+            else:
+                out, lse = _forward_on_cpu(
+                    CPU_KEYS, query, key, value, attn_mask, key_padding_mask, None, None, None, factor
+                )
             return (out, lse) if return_lse else out
         except RuntimeError:
             pass  # what the kernel refuses takes the long way, which says why or knows a form it accepts
@@ -263,11 +267,14 @@ def attention_with_weights(
     ):
         numbers = (factor, 0.0, -1, 0 if is_causal else -1, False, dropout_p)
         seed = draw_seed(dropout_p, "cpu")
-        out, _, weights = _forward_with_weights_on_cpu(
-            CPU_KEYS, query, key, value, attn_mask, key_padding_mask, None, None, seed, *numbers,
-            average_weights,
-        )  # fmt: skip
-        return out, weights
+        try:
+            out, _, weights = _forward_with_weights_on_cpu(
+                CPU_KEYS, query, key, value, attn_mask, key_padding_mask, None, None, seed, *numbers,
+                average_weights,
+            )  # fmt: skip
+            return out, weights
+        except RuntimeError:
+            pass  # takes the long way, see scaled_dot_product_attention
 
     tensors = (query, key, value, attn_mask, key_padding_mask, None, sinks)
     call = prepare(tensors, dropout_p, is_causal, scale, enable_gqa, return_lse=True, **options)
