@@ -285,7 +285,17 @@ def test_gradients_without_a_sum_are_zero(impl):
     for B, H, mask_shape in ((0, 2, "hls"), (0, 2, "s"), (0, 4, "ls"), (2, 0, "ls"), (0, 2, "l")):
         for L, S in ((3, 4), (40, 300)):
             case = make_case(
-                B, H, H, L, S, 8, dtype=torch.float32, mask="float", mask_shape=mask_shape, alibi="h", sinks=True
+                B,
+                H,
+                H,
+                L,
+                S,
+                8,
+                dtype=torch.float32,
+                mask="float",
+                mask_shape=mask_shape,
+                alibi="h",
+                sinks=True,
             )
             results = call(case, impl)
             for name, tensor in case.tensors().items():

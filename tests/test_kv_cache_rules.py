@@ -112,6 +112,12 @@ def test_writing_past_the_end_is_refused(impl, page_size):
     assert_refused(case, impl, RuntimeError, "cache_seqlens .* got 9223372036854775807", cache_seqlens=huge)
 
 
+def test_more_new_tokens_than_the_cache_holds_are_refused(impl):
+    new = {"key": x(3, 2, 14, 8), "value": x(3, 2, 14, 8)}
+    message = "key_cache has room for 13 tokens of a sequence, key has 14"
+    assert_refused(PLAIN, impl, RuntimeError, message, cache_seqlens=lengths(0, 0, 0), **new)
+
+
 def test_reading_past_the_end_is_refused(impl):
     case = make_case(room=0, T=0)
     assert_refused(
@@ -138,7 +144,9 @@ def test_a_table_without_pages_is_refused_where_one_is_needed(impl):
     none = {"key_cache": torch.empty(0, 2, 4, 8), "value_cache": torch.empty(0, 2, 4, 8)}
     assert_refused(case, impl, RuntimeError, "block_table must name pages", **none)
     none = {"block_table": torch.empty(2, 0, dtype=torch.int32)}
-    assert_refused(case, impl, RuntimeError, "cache_seqlens must be from 0 to -1", **none)
+    assert_refused(
+        case, impl, RuntimeError, "block_table has room for 0 tokens of a sequence, key has 1", **none
+    )
 
 
 @pytest.mark.parametrize("where", ((0, 1), (1, 0), (2, 0)))

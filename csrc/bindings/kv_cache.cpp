@@ -110,10 +110,12 @@ struct Places {
   Places(const Integers& lengths, const std::optional<Integers>& table, const Array& cache, int64_t L,
          int64_t T) {
     const int64_t B = lengths.size[0], pages_held = cache.size[0], page_size = cache.size[2];
-    int64_t most;
-    if (__builtin_mul_overflow(table ? table->size[1] : 1, page_size, &most))
-      most = std::numeric_limits<int64_t>::max();
-    most -= T;
+    int64_t capacity;
+    if (__builtin_mul_overflow(table ? table->size[1] : 1, page_size, &capacity))
+      capacity = std::numeric_limits<int64_t>::max();
+    STD_TORCH_CHECK(B == 0 || T <= capacity, table ? "block_table" : "key_cache", " has room for ", capacity,
+                    " tokens of a sequence, key has ", T);
+    const int64_t most = capacity - T;
     sequences.reserve(size_t(B));
     for (int64_t b = 0; b < B; ++b) {
       const int64_t length = lengths(b);

@@ -143,7 +143,11 @@ def check_values(call: Prepared) -> None:
     query, key_cache, value_cache, key, value, lengths, table, *_ = call.tensors
     pages, _, page_size, _ = key_cache.shape
     T = 0 if key is None else key.shape[2]
-    most = (1 if table is None else table.shape[1]) * page_size - T
+    capacity = (1 if table is None else table.shape[1]) * page_size
+    if len(lengths) > 0 and T > capacity:
+        holder = "key_cache" if table is None else "block_table"
+        raise RuntimeError(f"{holder} has room for {capacity} tokens of a sequence, key has {T}")
+    most = capacity - T
     _refuse(
         "cache_seqlens", lengths, (lengths < 0) | (lengths > most),
         lambda: f"must be from 0 to {most}, so that the cache holds it and {T} new tokens",
