@@ -134,6 +134,32 @@ def test_many_chunks_of_large_states(dispatched, options):
     check(call(case, dispatched), case)
 
 
+@pytest.mark.parametrize("options", (
+    CAUSAL, {}, {"decay": "token", "padding": "left", "initial": True, **CAUSAL},
+    {"padding": "random", "initial": True}, {"lengths": [129, 0, 65, 64, 3], "decay": "head", **CAUSAL},
+), ids=("causal", "plain", "decay", "cross", "packed"))  # fmt: skip
+def test_neighbouring_heads(dispatched, options):
+    """Heads may be walked in turn, some tokens each, by any number of threads: none takes another's state."""
+    threads = torch.get_num_threads()
+    try:
+        for n, Hkv, group, L, dtype in (
+            (1, 4, 1, 65, torch.bfloat16), (1, 6, 2, 64, torch.float32), (2, 4, 1, 200, torch.float32),
+            (2, 6, 1, 129, torch.bfloat16), (3, 6, 1, 63, torch.float64), (1, 2, 1, 130, torch.float16),
+        ):  # fmt: skip
+            torch.set_num_threads(n)
+            case = make_case(1, Hkv * group, Hkv, L, D=16, Dv=24, dtype=dtype, seed=L, **options)
+            results = call(case, dispatched, only=())
+            check(results, case)
+            # Without a state to return, the last tokens are not added to it.
+            alone = fastattn.linear_attention(
+                **linear_attention_cases.arguments(case, leaves_of(case, ())), impl=dispatched
+            )
+            alone = alone if case.cu_seqlens is None else alone.transpose(0, 1).unsqueeze(0)
+            assert torch.equal(alone, results["out"])
+    finally:
+        torch.set_num_threads(threads)
+
+
 @choices((torch.float32, torch.bfloat16), (torch.float32,))
 def test_head_dims(impl, dtype):
     every = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 128, 129, 256)

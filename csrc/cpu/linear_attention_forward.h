@@ -27,8 +27,9 @@ template <class T, class Derived>
 class Walk {
  public:
   int64_t kinds;
-  State<T>* states;
+  State<T>* states;  // of one of the heads that are walked in turn
 
+  void turn_to(int64_t head) { states = all_states_ + head * kinds; }
   void clear() {
     for (int64_t k = 0; k < kinds; ++k) states[k].clear();
   }
@@ -74,7 +75,7 @@ class Walk {
 
  protected:
   // x and y [chunk, state.rows], z [chunk, state.columns]
-  Walk(const Problem<T>& problem, Arena& arena, const StateShape<T>& state, bool keep_z)
+  Walk(const Problem<T>& problem, Arena& arena, const StateShape<T>& state, bool keep_z, int64_t heads = 1)
       : problem_(problem), p_(problem.p), keep_z_(keep_z) {
     decay_.take(arena, problem);
     y_ = take_matrix<T>(arena, problem.chunk, state.rows, kRightT | kLeftT, decay_.on);
@@ -82,8 +83,9 @@ class Walk {
     weights_.take(arena, problem);
     result_ = arena.take<A<T>>(problem.chunk * round_up(state.columns, kPanel<T>));
     kinds = problem.kinds();
-    states = arena.take<State<T>>(kinds);
-    for (int64_t k = 0; k < kinds; ++k) states[k].take(arena, state, kRight);
+    all_states_ = arena.take<State<T>>(heads * kinds);
+    for (int64_t k = 0; k < heads * kinds; ++k) all_states_[k].take(arena, state, kRight);
+    turn_to(0);
     const bool enough = kinds == problem.group && problem.d * problem.dv >= 64 * 64;
     upcoming_ = p_.causal && !problem.alone && enough && !kPairs<T> ? &next_ : nullptr;
   }
@@ -101,6 +103,7 @@ class Walk {
   Decay<T> decay_;
   A<T>* result_;
   bool keep_z_;
+  State<T>* all_states_;
   // Brings the next chunk where products are enough to hide that: a large state for every query head. Else
   // its rows are fetched while those of this one are read.
   Upcoming next_;
@@ -117,8 +120,9 @@ class Forward : public Walk<T, Forward<T>> {
  public:
   using Base::kinds, Base::states;
 
-  Forward(const Problem<T>& problem, Arena& arena)
-      : Base(problem, arena, problem.state_shape(false), problem.p.normalize || problem.p.final_z.data) {
+  Forward(const Problem<T>& problem, Arena& arena, int64_t heads = 1)
+      : Base(problem, arena, problem.state_shape(false), problem.p.normalize || problem.p.final_z.data,
+             heads) {
     query_ = take_matrix<T>(arena, problem.chunk, problem.d, kLeft);
     sums_ = arena.take<V<T>>(problem.chunk);
     den_ = arena.take<A<T>>(problem.chunk);
@@ -182,18 +186,15 @@ class Forward : public Walk<T, Forward<T>> {
   }
   template <class S>
   __attribute__((noinline)) void write_rows_of(int64_t b, int64_t h, int64_t begin, int64_t count) {
-    int64_t ahead = problem_.chunk * p_.out.stride[2];
     if (upcoming_) {
       const S* next = static_cast<const S*>(p_.out.data) + offset(p_.out, b, h, begin + problem_.chunk);
       upcoming_->add(next, p_.out.stride[2] * int64_t(sizeof(S)), count, p_.Dv * int64_t(sizeof(S)));
-      ahead = 0;
     }
     for (int64_t r = 0; r < count; ++r) {
       const V<T> factor = broadcast(p_.normalize ? row_factor(p_, den_[r]) : A<T>(p_.scale));
       const bool empty = p_.normalize && is_empty(p_, den_[r]);
       S* out = static_cast<S*>(p_.out.data) + offset(p_.out, b, h, begin + r);
       for_row<T>(problem_.chunk, r, p_.Dv, [&](int64_t c, int64_t x) {
-        if (ahead) prefetch(out + c, ahead);
         store_row<A<T>>(out + c, 1, p_.Dv - c, empty ? V<T>{} : load(result_ + x) * factor);
       });
     }
@@ -239,10 +240,8 @@ inline void forward(const LinearAttentionParams& p, const Parallel& parallel) {
     });
     states.carry(parallel, p.causal, false, add_initial);
   }
-  for_each_item<T>(parallel, int64_t(queries.size()) * heads, [&](int64_t task, Arena& arena) {
-    const int64_t s = task / heads, hk = task % heads;
+  auto start = [&](Forward<T>& walk, int64_t s, int64_t hk) {
     const Segment& segment = queries[s];
-    Forward<T> walk(problem, arena);
     if (segment.alone) {
       walk.clear();
       for (int64_t k = 0; k < kinds; ++k) add_initial(segment.n, hk, k, walk.states[k]);
@@ -251,11 +250,30 @@ inline void forward(const LinearAttentionParams& p, const Parallel& parallel) {
       for (int64_t k = 0; k < kinds; ++k)
         states.get(p.causal ? s : states.first_of(segment.n), hk, k, walk.states[k]);
     }
-    if (p.causal)
-      walk.walk(segment, hk, true, segment.last && p.final_z.data, nullptr);
-    else
-      walk.look_up(segment, hk);
-    if (segment.last) walk.finish(segment.n, hk);
+  };
+  const int64_t together = problem.heads_together(int64_t(queries.size()), parallel.threads);
+  for_each_item<T>(parallel, int64_t(queries.size()) * heads / together, [&](int64_t task, Arena& arena) {
+    const int64_t s = task * together / heads, first = task * together % heads;
+    const Segment& segment = queries[s];
+    Forward<T> walk(problem, arena, together);
+    auto each_head = [&](auto&& f) {
+      for (int64_t i = 0; i < together; ++i) {
+        walk.turn_to(i);
+        f(first + i);
+      }
+    };
+    each_head([&](int64_t hk) { start(walk, s, hk); });
+    for (Segment span = segment; span.begin < segment.end; span.begin = span.end) {
+      if (together > 1) span.end = min(span.begin + problem.kSpan, segment.end);
+      const bool absorb_last = span.end < segment.end || (segment.last && p.final_z.data);
+      each_head([&](int64_t hk) {
+        if (p.causal)
+          walk.walk(span, hk, true, absorb_last, nullptr);
+        else
+          walk.look_up(span, hk);
+      });
+    }
+    if (segment.last) each_head([&](int64_t hk) { walk.finish(segment.n, hk); });
   });
 }
 

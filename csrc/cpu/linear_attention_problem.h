@@ -88,6 +88,7 @@ struct Problem {
   // the time with 16 instead of 32, D = 128 the same (AVX-512). Matrix tiles need longer products.
   static constexpr int64_t kChunk = kPairs<T> ? 64 : 16;
   static constexpr int64_t kAlone = kPairs<T> ? 64 : 32;  // a sequence of up to so many is one chunk
+  static constexpr int64_t kSpan = 64;  // tokens of one head, before those of the next one are walked
 
   const LinearAttentionParams& p;
   int64_t group;  // query heads per key/value head
@@ -107,6 +108,19 @@ struct Problem {
   int64_t kinds() const { return p.decay.data || p.initial_z.data ? group : 1; }
   StateShape<T> state_shape(bool transposed) const {
     return transposed ? StateShape<T>{dv, d, p.Dv, p.D, d} : StateShape<T>{d, dv, p.D, p.Dv, d};
+  }
+  // How many neighbouring heads a task of the forward walks in turn, a span each. Results lie token by token:
+  // alone, each head would touch all of their pages for a few lines in each.
+  int64_t heads_together(int64_t segments, int threads) const {
+    constexpr int64_t kStates = 320 << 10;  // bytes: with their spans they stay in the second-level cache
+    // Sequences of unequal lengths balance better one by one, and pairs would be formed again for each span.
+    if (alone || p.cu_seqlens || (kPairs<T> && !p.causal)) return 1;
+    const int64_t copies = kPairs<T> ? 2 : 1;  // a state as summed, and as operand
+    const int64_t size = copies * kinds() * state_shape(false).size() * int64_t(sizeof(A<T>));
+    for (int64_t heads = 4; heads > 1; --heads)
+      if (p.Hkv % heads == 0 && segments * p.Hkv / heads % threads == 0 && heads * size <= kStates)
+        return heads;
+    return 1;
   }
   // The tokens of all sequences, cut into segments for as many threads as there are. One segment takes the
   // state of the one before, which costs as much again as its share of the state: sequences are cut only

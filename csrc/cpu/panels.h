@@ -32,32 +32,34 @@ class Upcoming {
  public:
   void add(const void* rows, int64_t stride, int64_t count, int64_t bytes) {
     auto begin = int64_t(reinterpret_cast<uintptr_t>(rows));
-    if (stride == bytes) {  // the pages that begin in these rows: every page once
+    if (stride == bytes) {  // the lines of the pages that begin in these rows: every page once
       const int64_t end = round_up(begin + count * bytes, kPage);
       begin = round_up(begin, kPage);
-      bytes = end - begin;
-      count = 1;
+      count = (end - begin) / kLine;
+      stride = bytes = kLine;
     }
     if (bytes <= 0 || count <= 0) return;
     if (number_ == kPlaces) drop();  // too late for it
     __builtin_prefetch(reinterpret_cast<const void*>(uintptr_t(begin)), 0, 2);
     places_[(first_ + number_++) % kPlaces] = {begin, stride, count, (bytes + kLine - 1) / kLine};
   }
+  // Lines down the rows of one place.
   FASTATTN_INLINE void bring() {
     if (number_ == 0) return;
     const Place& place = places_[first_];
-    for (int i = 0; i < kLines; ++i) {
-      const int64_t address = place.begin + row_ * place.stride + line_ * kLine;
+    int64_t address = place.begin + row_ * place.stride + line_ * kLine;
+    const int64_t lines = min(kLines, place.count - row_);
+    for (int64_t i = 0; i < lines; ++i, address += place.stride)
       __builtin_prefetch(reinterpret_cast<const void*>(uintptr_t(address)), 0, 2);
-      if (++line_ < place.lines) continue;
-      line_ = 0;
-      if (++row_ == place.count) return drop();
-    }
+    row_ += lines;
+    if (row_ < place.count) return;
+    row_ = 0;
+    if (++line_ == place.lines) drop();
   }
 
  private:
-  static constexpr int kPlaces = 8, kLines = 16;
-  static constexpr int64_t kPage = 4096, kLine = 64;
+  static constexpr int kPlaces = 8;
+  static constexpr int64_t kLines = 16, kPage = 4096, kLine = 64;
   struct Place {
     int64_t begin, stride, count, lines;  // an address, rows, and lines of a row
   };
@@ -96,7 +98,7 @@ struct PlainPanels {
   static constexpr int64_t kUnit = kRows > N ? kRows : N;  // sizes are multiples of this
 
   template <int NV>
-  static void block(const Term* terms, int count, int64_t m, int64_t n, E carry, E* c) {
+  static FASTATTN_INLINE void block(const Term* terms, int count, int64_t m, int64_t n, E carry, E* c) {
     Vec<E> acc[kRows][NV] = {};
     for (const Term *t = terms, *stop = terms + count; t < stop; ++t) {
       const int64_t begin = t->part == Part::upper ? m : 0;
@@ -140,8 +142,8 @@ struct PlainPanels {
   }
 
   // c [M, N] = carry c + sum of the terms; only `part` of it is wanted.
-  static void multiply(int64_t M, int64_t columns, const Term* terms, int count, Part part, E carry, E* c,
-                       int64_t c_rows, Upcoming* upcoming = nullptr) {
+  static FASTATTN_INLINE void multiply(int64_t M, int64_t columns, const Term* terms, int count, Part part,
+                                       E carry, E* c, int64_t c_rows, Upcoming* upcoming = nullptr) {
     for (int64_t n = 0; n < columns; n += kPanel)
       for (int64_t m = 0; m < M; m += kRows) {
         int64_t begin = 0, end = min(columns - n, kPanel);
