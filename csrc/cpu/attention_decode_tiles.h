@@ -45,7 +45,8 @@ inline void copy_row(const bf16* row, int64_t stride, int64_t columns, bf16* to)
     for (int64_t d = 0; d < columns; ++d) to[d] = row[d * stride];
 }
 // f(first, rows, ld) for strips of 16 keys, where they lie or, with zeros for those that are null or behind
-// the last, copied.
+// the last, copied. The next strip is touched meanwhile: the hardware prefetches within a page of memory
+// only, and a strip of a paged cache is hardly longer.
 template <class F>
 FASTATTN_INLINE void for_each_tile(const bf16* const* rows, int64_t keys, const View& view, int64_t columns,
                                    bf16* copy, F&& f) {
@@ -55,6 +56,8 @@ FASTATTN_INLINE void for_each_tile(const bf16* const* rows, int64_t keys, const 
     const int64_t count = min(keys - first, kTileRows);
     bool in_place = stride == 1 && count == kTileRows && strip[0];
     for (int64_t j = 1; j < count; ++j) in_place &= strip[j] == strip[0] + j * row_stride;
+    for (int64_t j = first + kTileRows; j < min(first + 2 * kTileRows, keys); j += 4)
+      __builtin_prefetch(rows[j]);
     if (in_place) {
       f(first, strip[0], row_stride);
       continue;
