@@ -240,14 +240,13 @@ FASTATTN_INLINE Vec<float> exp(Vec<float> x) {
   return x == x ? y : x;
 #endif
 }
-// The same for x <= 0, with fewer steps; other x give anything.
+// The same for x <= 0, with fewer steps where they count; other x give anything.
 FASTATTN_INLINE Vec<float> exp_nonpositive(Vec<float> x) {
-  constexpr float kMagic = 12582912.f;
-  const Vec<float> t = x * float(kLog2e) + kMagic, n = t - kMagic, p = exp_remainder(x, n);
 #if defined(__AVX512F__)
-  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(kSmallestExp), _CMP_NLT_UQ);
-  return (Vec<float>)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)n);
+  return exp(x);
 #else
+  constexpr float kMagic = 12582912.f;
+  const Vec<float> t = x * float(kLog2e) + kMagic, p = exp_remainder(x, t - kMagic);
   Vec<float> y = bit_cast<Vec<float>>(bit_cast<Vec<int32_t>>(p) + (bit_cast<Vec<int32_t>>(t) << 23));
   y = x < kSmallestExp ? Vec<float>{} : y;
   return x == x ? y : x;
