@@ -70,6 +70,39 @@ def test_isolation_hidden_keys(impl):
                 assert_same(call(case, impl), expected)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("form", ("padding", "mask", "mask of each row", "numbers", "padding and mask"))
+def test_isolation_of_few_queries_behind_padding(dtype, form):
+    """Keys that nobody sees in front of the others and among them, whole blocks or less, hold NaN."""
+    impl = require("cpu")
+    for n, (L, S, hidden) in enumerate((
+        (1, 300, [(0, 1)]), (2, 300, [(0, 127)]), (1, 300, [(0, 128), (140, 150)]), (3, 300, [(0, 129)]),
+        (1, 400, [(0, 255), (256, 399)]), (1, 400, [(128, 256), (400, 400)]), (1, 130, [(0, 130)]),
+        (2, 1100, [(0, 600)]), (1, 1100, [(300, 1040), (1099, 1100)]), (1, 1100, [(0, 1100)]),
+        (1, 17, [(0, 16)]), (2, 257, [(100, 257)]),
+    )):  # fmt: skip
+        case = make_case(2, 4, 2, L, S, 32, 40, dtype=dtype, seed=n, sinks=n % 2 == 1)
+        shown = torch.ones(2, S, dtype=torch.bool)
+        for begin, end in hidden:
+            shown[1, begin:end] = False  # the other sequence sees all
+        if form.startswith("padding"):
+            case.key_padding_mask = shown
+        if form == "padding and mask":
+            case.attn_mask = torch.arange(S).ne(S // 2)[None, None, None]
+        elif form == "mask":
+            case.attn_mask = shown[:, None, None].contiguous()
+        elif form == "mask of each row":
+            case.attn_mask = shown[:, None, None].repeat(1, 4, L, 1)
+            case.attn_mask[:, 0, 0, ::2] = False
+        elif form == "numbers":
+            case.attn_mask = torch.randn(2, 1, 1, S).to(dtype).masked_fill(~shown[:, None, None], -math.inf)
+        expected = call(case, impl)
+        check(expected, case)
+        case.key.transpose(1, 2)[~shown] = math.nan
+        case.value.transpose(1, 2)[~shown] = math.nan
+        assert_same(call(case, impl), expected)
+
+
 def test_isolation_of_keys_that_mask_and_window_hide_together(impl):
     """Each query is kept from a key by its mask or by its window, few queries and many, and grouped heads."""
     for dtype in thin(impl, (torch.float32, torch.bfloat16)):

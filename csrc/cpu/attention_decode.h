@@ -80,11 +80,10 @@ inline void take_decode(const Problem<T>& problem, int64_t b, int64_t hk, Arena&
 // Calls f(rows) with keys [begin, end) of one head as pointers to rows of `columns`, in place or converted.
 template <class S, class F, class T>
 FASTATTN_INLINE void with_rows_of(const Problem<T>& problem, const View& view, int64_t columns, int64_t b,
-                                  int64_t hk, int64_t begin, int64_t end, int64_t padded, A<T>* scratch,
-                                  F&& f) {
+                                  int64_t hk, int64_t begin, int64_t end, const ShownKeys<T>& shown,
+                                  int64_t padded, A<T>* scratch, F&& f) {
   const S* rows[kBlock];
-  const bool null =
-      key_rows<S>(problem, view, columns, b, hk, begin, end, {problem, b, hk, begin, end}, rows);
+  const bool null = key_rows<S>(problem, view, columns, b, hk, begin, end, shown, rows);
   if (!null && view.stride[3] == 1) return f(rows);
   const A<T>* converted[kBlock];
   for (int64_t j = 0; j < end - begin; ++j) {
@@ -97,9 +96,10 @@ FASTATTN_INLINE void with_rows_of(const Problem<T>& problem, const View& view, i
 }
 template <class F, class T>
 FASTATTN_INLINE void with_rows(const Problem<T>& problem, const View& view, int64_t columns, int64_t b,
-                               int64_t hk, int64_t begin, int64_t end, int64_t padded, A<T>* scratch, F&& f) {
+                               int64_t hk, int64_t begin, int64_t end, const ShownKeys<T>& shown,
+                               int64_t padded, A<T>* scratch, F&& f) {
   with_dtype_beside<T>(view.dtype, [&]<class S>(S) {
-    with_rows_of<S>(problem, view, columns, b, hk, begin, end, padded, scratch, f);
+    with_rows_of<S>(problem, view, columns, b, hk, begin, end, shown, padded, scratch, f);
   });
 }
 
@@ -203,10 +203,11 @@ inline void decode_scores(const A<T>* query, int rows, int64_t columns, const Ro
 }
 
 // From q.k to log2 units with hidden scores, and those behind the last key, at -inf: scores[rows][kBlock] of
-// `keys` keys from `begin` on. `bend` receives d(capped score) / d(scaled score) where there is a softcap.
+// `keys` keys from `begin` on, of which masks leave all to all rows unless `masked`. `bend` receives d(capped
+// score) / d(scaled score) where there is a softcap.
 template <class T>
 inline void transform_rows(const Problem<T>& problem, const Tile<T>& tile, int64_t begin, int64_t keys,
-                           A<T>* scores, A<T>* bend) {
+                           bool masked, A<T>* scores, A<T>* bend) {
   const AttentionParams& p = problem.p;
   using VI = Vec<Int<A<T>>>;
   VI lane;
@@ -225,7 +226,7 @@ inline void transform_rows(const Problem<T>& problem, const Tile<T>& tile, int64
         V<T> distance = tile.diagonal[r] - __builtin_convertvector(position, V<T>);
         s -= (distance < 0 ? -distance : distance) * (tile.slope[r] * A<T>(kLog2e));
       }
-      if (problem.masked) {
+      if (masked) {
         V<T> bias = mask_row(problem, tile, r, begin + j, keys - j);
         s = bias == -kInf<T> ? bias : s + bias;
       }
@@ -335,22 +336,26 @@ inline void decode_block(const Problem<T>& problem, Decode<T>& decode, int64_t h
                          int64_t last) {
   const AttentionParams& p = problem.p;
   const int64_t keys = end - begin, b = decode.tile.b;
-  with_rows(problem, p.key, p.D, b, hk, begin, end, decode.columns, decode.key, [&](auto* key) {
+  const ShownKeys<T> shown(problem, b, hk, begin, end);
+  if (!shown.any) return;
+  with_rows(problem, p.key, p.D, b, hk, begin, end, shown, decode.columns, decode.key, [&](auto* key) {
     for_each_strip(key, decode.columns, keys, [&](int64_t first, int64_t count) {
       decode_scores<T>(decode.query, decode.tile.count, decode.columns, key + first, p.D, count,
                        decode.scores + first);
     });
   });
   prefetch_keys(problem, p.value, p.Dv, b, hk, begin, min(begin + kFetch, end));
-  transform_rows(problem, decode.tile, begin, keys, decode.scores, decode.bend);
+  transform_rows(problem, decode.tile, begin, keys, shown.masked(problem), decode.scores, decode.bend);
   decode_weigh(decode, keys);
-  with_rows(problem, p.value, p.Dv, b, hk, begin, end, decode.columns_v, decode.value, [&](auto* value) {
-    for_each_strip(value, decode.columns_v, keys, [&](int64_t first, int64_t count) {
-      if (first + count == keys) prefetch_keys(problem, p.key, p.D, b, hk, end, min(end + kFetch, last));
-      decode_values<T>(decode.scores + first, decode.tile.count, value + first, p.Dv, count, decode.columns_v,
-                       decode.out);
-    });
-  });
+  with_rows(problem, p.value, p.Dv, b, hk, begin, end, shown, decode.columns_v, decode.value,
+            [&](auto* value) {
+              for_each_strip(value, decode.columns_v, keys, [&](int64_t first, int64_t count) {
+                if (first + count == keys)
+                  prefetch_keys(problem, p.key, p.D, b, hk, end, min(end + kFetch, last));
+                decode_values<T>(decode.scores + first, decode.tile.count, value + first, p.Dv, count,
+                                 decode.columns_v, decode.out);
+              });
+            });
 }
 
 template <class T>
@@ -398,6 +403,7 @@ inline void decode_block_with_tiles(const Problem<bf16>& problem, Decode<bf16>& 
   const int64_t keys = end - begin, b = decode.tile.b;
   const int count = decode.tile.count;
   const ShownKeys<bf16> shown(problem, b, hk, begin, end);
+  if (!shown.any) return;
   const bf16* rows[kBlock];
   key_rows<bf16>(problem, p.key, p.D, b, hk, begin, end, shown, rows);
   hold_query(tiles.query, p.D);
@@ -408,7 +414,7 @@ inline void decode_block_with_tiles(const Problem<bf16>& problem, Decode<bf16>& 
       score_tile<kDecodeRows>(tiles.query, count, key, ld, p.D, decode.scores + first);
   });
   prefetch_keys(problem, p.value, p.Dv, b, hk, begin, min(begin + kTileRows, end));
-  transform_rows(problem, decode.tile, begin, keys, decode.scores, decode.bend);
+  transform_rows(problem, decode.tile, begin, keys, shown.masked(problem), decode.scores, decode.bend);
   decode_weigh(decode, keys);
   pack_tile_weights(decode.scores, count, keys, tiles.pairs);
   key_rows<bf16>(problem, p.value, p.Dv, b, hk, begin, end, shown, rows);
@@ -455,6 +461,20 @@ inline void decode_keys(const Problem<T>& problem, Arena& arena, Decode<T>& deco
     decode_block(problem, decode, hk, begin, min(begin + kBlock, last), last);
 }
 
+// The first of keys [first, last) that the masks show to some row, or one before it: padding on the left is
+// not read.
+template <class T>
+inline int64_t first_shown(const Problem<T>& problem, int64_t b, int64_t hk, int64_t first, int64_t last) {
+  for (; problem.masked && first < last; first += kBlock) {
+    const int64_t end = min(first + kBlock, last);
+    const ShownKeys<T> keys(problem, b, hk, first, end);
+    if (!keys.any) continue;
+    for (const uint8_t* shown = keys.shown; keys.known && !*shown; ++shown) ++first;
+    break;
+  }
+  return min(first, last);
+}
+
 // The keys of one split against all rows of a key/value head: finished where there is only one split, else
 // partial[rows][reference, sum, out].
 template <class T>
@@ -471,6 +491,7 @@ inline void decode_head(const Problem<T>& problem, int64_t b, int64_t hk, int64_
     first = max(first, problem.key_begin + split * keys);
     last = min(last, problem.key_begin + (split + 1) * keys);
   }
+  first = first_shown(problem, b, hk, first, last);
   decode_keys(problem, arena, decode, hk, first, last, split == 0);
   if (splits == 1) return finish_decode(problem, decode);
   for (int r = 0; r < decode.tile.count; ++r, partial += decode_size(problem)) {

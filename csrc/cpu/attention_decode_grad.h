@@ -24,7 +24,7 @@ struct DecodeGrad {
 template <class S, class T>
 inline void wide_rows(const Problem<T>& problem, const View& view, int64_t columns, int64_t b, int64_t hk,
                       int64_t begin, int64_t end, int64_t padded, A<T>* scratch, const A<T>** rows) {
-  with_rows_of<S>(problem, view, columns, b, hk, begin, end, padded, scratch,
+  with_rows_of<S>(problem, view, columns, b, hk, begin, end, {problem, b, hk, begin, end}, padded, scratch,
                   [&]<class Row>(const Row* const* given) {
                     for (int64_t j = 0; j < end - begin; ++j)
                       if constexpr (kSame<Row, A<T>>) {
@@ -46,7 +46,7 @@ inline void decode_scores_again(const Problem<T>& problem, DecodeGrad<T>& g, int
                key);
   decode_scores<T>(decode.query, decode.tile.count, decode.columns, key, problem.p.D, end - begin,
                    decode.scores);
-  transform_rows(problem, decode.tile, begin, end - begin, decode.scores, decode.bend);
+  transform_rows(problem, decode.tile, begin, end - begin, problem.masked, decode.scores, decode.bend);
 }
 
 // As find_level; returns whether rows were summed once more.

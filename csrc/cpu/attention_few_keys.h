@@ -258,7 +258,7 @@ inline A<T> few_keys_transform(const Problem<T>& problem, const Tile<T>& tile, i
   for (int64_t r = tile.count; r < round_up(tile.count, N<T>); ++r)
     std::memset(scores + r * kBlock, 0, size_t(round_up(keys, N<T>)) * sizeof(A<T>));
   if (problem.general) {
-    transform_rows(problem, tile, begin, keys, scores, bend);
+    transform_rows(problem, tile, begin, keys, problem.masked, scores, bend);
     return 1;
   }
   hide_keys(problem, tile, begin, keys, scores);

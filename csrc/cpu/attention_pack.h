@@ -194,15 +194,25 @@ inline bool rows_are_finite(const S* const* rows, int64_t count, int64_t stride,
   return !any(total[0] + total[1] != 0);
 }
 
-// Which keys of a block some query sees, as far as finding that is quicker than finding that the keys and
-// values are finite: reading every one of their rows costs as much as decoding does.
+// Which keys of a block some query sees, whether it is any and all, as far as finding that is quicker than
+// finding that the keys and values are finite: reading every one of their rows costs as much as decoding
+// does.
 template <class T>
 struct ShownKeys {
   bool known;
+  bool any = true, all = false;
   uint8_t shown[kBlock];
   ShownKeys(const Problem<T>& problem, int64_t b, int64_t hk, int64_t begin, int64_t end) {
     known = problem.masked && problem.knows_shown_keys_sooner(end - begin);
-    if (known) problem.find_shown(b, hk, begin, end, shown);
+    if (!known) return;
+    problem.find_shown(b, hk, begin, end, shown);
+    uint8_t one = 0, each = 1;
+    for (int64_t j = 0; j < end - begin; ++j) one |= shown[j], each &= shown[j];
+    any = one, all = each;
+  }
+  // Whether masks may hide a key from some row, or bias it.
+  bool masked(const Problem<T>& problem) const {
+    return problem.masked && !(all && !problem.biased && problem.mask_rows() == 1);
   }
 };
 // Rows [begin, end) of a (B, Hkv, S, X) tensor as pointers: null for keys outside every band, and for keys
@@ -220,7 +230,7 @@ inline bool key_rows(const Problem<T>& problem, const View& view, int64_t column
     for (const int64_t piece = min(last, problem.piece_end(j)); j < piece; ++j, row += view.stride[2])
       rows[j - begin] = row;
   }
-  if (!problem.masked) return any;
+  if (!problem.masked || keys.all) return any;
   if (!keys.known && rows_are_finite<T>(rows + (first - begin), last - first, view.stride[3], columns))
     return any;
   for (int64_t j = first; j < last; ++j) {

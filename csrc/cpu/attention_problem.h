@@ -145,12 +145,15 @@ struct Problem {
       if (mask_shows(b, h, i, j)) return true;
     return false;
   }
+  // Rows of attn_mask that the queries of one key/value head have between them.
+  int64_t mask_rows() const {
+    if (!p.mask.data) return 1;
+    return (p.mask.stride[1] ? group : 1) * (p.mask.stride[2] ? p.L : 1);
+  }
   // Whether find_shown is quicker than finding that keys and values are finite.
   bool knows_shown_keys_sooner(int64_t keys) const {
-    int64_t rows = 1;  // of the mask, that the queries of one key/value head have between them
-    if (p.mask.data) rows = (p.mask.stride[1] ? group : 1) * (p.mask.stride[2] ? p.L : 1);
     const int64_t per_row = 32 + keys / (p.mask.dtype == DType::boolean ? 16 : 2);  // cycles
-    return rows * per_row <= keys * (8 + (p.D + p.Dv) / N<T>);
+    return mask_rows() * per_row <= keys * (8 + (p.D + p.Dv) / N<T>);
   }
   // Which of the keys [begin, end) the masks show to some query that reads key/value head hk, among keys in
   // reach of any: the quick way where there are few rows.
