@@ -14,7 +14,6 @@ from fastattn.ops._common import (
     CPU_KEYS,
     apply_function,
     call_op,
-    is_plain,
     is_watched,
     needs_function,
 )
@@ -198,18 +197,17 @@ def linear_attention_step(
         and eps.__class__ is float
         and 0.0 <= eps < math.inf
         and (scale is None or scale.__class__ is float)
-        and (decay is None or (decay.__class__ is Tensor and is_plain(decay)))
+        and (decay is None or (decay.__class__ is Tensor and not decay.is_nested and not decay.is_neg()))
         and (impl == "auto" or impl == "cpu")
+        and query.is_cpu
         and query.dtype in _plain_dtypes
     ):
         kv, z = state
+        # What else is no plain tensor the kernel refuses.
         if (
             kv.__class__ is z.__class__ is Tensor
-            and is_plain(query)
-            and is_plain(key)
-            and is_plain(value)
-            and is_plain(kv)
-            and is_plain(z)
+            and not (query.is_nested or key.is_nested or value.is_nested or kv.is_nested or z.is_nested)
+            and not (query.is_neg() or key.is_neg() or value.is_neg() or kv.is_neg() or z.is_neg())
             and not (
                 torch.is_grad_enabled()
                 and (
