@@ -31,10 +31,38 @@ __all__ = ["LinearAttentionState", "linear_attention", "linear_attention_step"]
 
 FeatureMap = str | Callable[[Tensor], Tensor]
 
+_forward_on_cpu = forward_op._handle.redispatch_boxed
 _step_on_cpu = step_op._handle.redispatch_boxed
 _step_in_place_on_cpu = step_op_._handle.redispatch_boxed
-# The dtypes of plain steps that need no choice any more: none until the CPU library was found.
+# The dtypes of plain calls that need no choice any more: none until the CPU library was found.
 _plain_dtypes: set[torch.dtype] = set()
+
+
+def _is_common(tensors, flags, feature_map, eps, scale, impl) -> bool:
+    """Whether the CPU op may have these as they are: nothing to convert, to differentiate, or to leave to the
+    dispatcher. What else is no plain tensor the kernel refuses."""
+    recording = torch.is_grad_enabled()
+    for tensor in tensors:
+        if (
+            tensor.__class__ is not Tensor
+            or not tensor.is_cpu
+            or tensor.is_nested
+            or tensor.is_neg()
+            or (recording and tensor.requires_grad)
+        ):
+            return False
+    return (
+        tensors[0].dtype in _plain_dtypes
+        and set(map(type, flags)) == {bool}
+        and feature_map.__class__ is str
+        and eps.__class__ is float
+        and 0.0 <= eps < math.inf
+        and (scale is None or scale.__class__ is float)
+        and (impl == "auto" or impl == "cpu")
+        and forward_ad._current_level < 0
+        and not _is_any_autocast_enabled()
+        and not is_watched()
+    )
 
 
 def linear_attention(
@@ -119,12 +147,31 @@ def linear_attention(
         >>> out, state = fastattn.linear_attention(q, k, v, is_causal=True, return_state=True)
         >>> more = fastattn.linear_attention(q, k, v, is_causal=True, initial_state=state)
     """
+    if decay is None and key_padding_mask is None and cu_seqlens is None and not is_compiling():
+        kv, z = initial_state if initial_state.__class__ is LinearAttentionState else (None, None)
+        tensors = (query, key, value) if kv is None else (query, key, value, kv, z)
+        flags = is_causal, normalize, return_state
+        if (kv is not None or initial_state is None) and _is_common(
+            tensors, flags, feature_map, eps, scale, impl
+        ):
+            try:
+                out, _, kv, z = _forward_on_cpu(
+                    CPU_KEYS, query, key, value, None, None, None, kv, z, feature_map, is_causal, normalize,
+                    eps, 1.0 if scale is None else scale, return_state,
+                )  # fmt: skip
+                return (out, LinearAttentionState(kv, z)) if return_state else out
+            except RuntimeError:
+                pass  # what the kernel refuses takes the long way, which says why or knows a form it accepts
+
     call = prepare(
         query, key, value, feature_map, is_causal, normalize, eps, scale, decay, key_padding_mask, cu_seqlens,
         initial_state, return_state,
     )  # fmt: skip
     tensors, options = call.tensors, call.options
-    if choose(call.request, impl) == "reference":
+    implementation = choose(call.request, impl)
+    if implementation == "cpu" and not is_compiling():
+        _plain_dtypes.update(KERNEL_DTYPES)
+    if implementation == "reference":
         out, _, kv, z = reference.linear_attention(*tensors, *options)
     elif needs_function(tensors):
         out, _, kv, z = apply_function(LinearAttention, *tensors, *options)
