@@ -57,20 +57,18 @@ inline DType dtype_of(const char* name, const Tensor& tensor) {
   STD_TORCH_CHECK(false, name, " must be float32, float64, bfloat16, float16 or bool");
 }
 
-// Wrappers, tensors of zeros that are never written, and those whose storage was freed have no memory.
+// The kernels read memory by strides. The dispatcher lets nothing but dense CPU tensors pass, but common
+// calls go around it. Wrappers, tensors of zeros that are never written, and those whose storage was freed
+// have no memory.
 inline void* data_of(const char* name, const Tensor& tensor) {
-  void* data = tensor.data_ptr();
-  STD_TORCH_CHECK(data || tensor.numel() == 0, name, " must be a plain tensor with memory of its own");
-  return data;
-}
-
-// The kernels read memory by strides. The dispatcher lets nothing else pass, but common calls go around it.
-inline void check_strided_on_cpu(const char* name, const Tensor& tensor) {
   static const int32_t cpu = aoti_torch_device_type_cpu(), strided = aoti_torch_layout_strided();
   int32_t device, layout;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
   STD_TORCH_CHECK(device == cpu && layout == strided, name, " must be a dense tensor on the CPU");
+  void* data = tensor.data_ptr();
+  STD_TORCH_CHECK(data || tensor.numel() == 0, name, " must be a plain tensor with memory of its own");
+  return data;
 }
 
 // A tensor's metadata, read once; valid while the tensor lives.
@@ -82,9 +80,7 @@ struct Array {
   DType dtype = DType::f32;
   void* data = nullptr;
 
-  Array(const char* name, const Tensor& tensor) : name(name) {
-    check_strided_on_cpu(name, tensor);
-    data = data_of(name, tensor);
+  Array(const char* name, const Tensor& tensor) : name(name), data(data_of(name, tensor)) {
     const auto sizes = tensor.sizes();
     dim = int64_t(sizes.size());
     size = sizes.data();

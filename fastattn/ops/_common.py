@@ -11,6 +11,7 @@ from torch._C import (
     _are_functorch_transforms_active,
     _dispatch_keys,
     _get_tracing_state,
+    _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
 )
 from torch._C._autograd import _profiler_enabled
@@ -23,7 +24,7 @@ from fastattn.reference._common import wide_dtype
 __all__ = [
     "CPU_KEYS", "apply_function", "are_plain", "autocast_dtype", "call_in_backward", "call_op", "check_dense",
     "check_flags", "integer", "is_plain", "is_watched", "library", "logical_dim", "logical_size", "map_each",
-    "needs_function", "number", "register_autograd", "wide_dtype",
+    "may_skip_dispatcher", "needs_function", "number", "register_autograd", "wide_dtype",
 ]  # fmt: skip
 
 library = torch.library.Library("fastattn", "FRAGMENT")
@@ -54,6 +55,23 @@ _PLAIN_KEYS = _plain_keys()
 def is_plain(tensor: Tensor) -> bool:
     """Whether this is a dense CPU tensor and nothing more, so that the dispatcher has nothing to do."""
     return _dispatch_keys(tensor).raw_repr() in _PLAIN_KEYS
+
+
+def may_skip_dispatcher(*tensors: Tensor | None) -> bool:
+    """Whether a CPU kernel may be called with these directly: nothing to convert, to differentiate or to
+    resolve. In few steps: on tiny inputs the dispatcher, and a closer look, take longer than the kernel. What
+    else is no plain tensor in memory the kernel refuses itself."""
+    recording = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is not None and (
+            tensor.__class__ is not Tensor
+            or not tensor.is_cpu
+            or tensor.is_nested
+            or tensor.is_neg()
+            or (recording and tensor.requires_grad)
+        ):
+            return False
+    return forward_ad._current_level < 0 and not _is_any_autocast_enabled() and not is_watched()
 
 
 def call_op(op, *args):

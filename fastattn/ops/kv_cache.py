@@ -2,8 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch._C import _is_any_autocast_enabled
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from fastattn import _triton
@@ -12,9 +10,8 @@ from fastattn.ops._attention_call import UNLIMITED
 from fastattn.ops._common import (
     CPU_KEYS,
     call_op,
-    is_plain,
-    is_watched,
     library,
+    may_skip_dispatcher,
     needs_function,
     wide_dtype,
 )
@@ -73,22 +70,6 @@ def _counted(keys, *args):
 _triton.register(library, "kv_cache", "attention_with_kv_cache")
 library.impl("attention_with_kv_cache", _without_gradients, "Autograd")
 library.impl("attention_with_kv_cache", _counted, "ADInplaceOrView", with_keyset=True)
-
-
-def _is_common(query, key_cache, value_cache, cache_seqlens, *optional) -> bool:
-    """Whether the CPU op may have these as they are: nothing to convert, or to leave to the dispatcher. On
-    tiny inputs the long way takes longer than the kernel."""
-    gradients = torch.is_grad_enabled()
-    for tensor in (query, key_cache, value_cache, cache_seqlens, *[t for t in optional if t is not None]):
-        if not (tensor.__class__ is Tensor and is_plain(tensor) and not (gradients and tensor.requires_grad)):
-            return False
-    return (
-        query.dim() > 0
-        and query.shape[-1] > 0
-        and forward_ad._current_level < 0
-        and not _is_any_autocast_enabled()
-        and not is_watched()
-    )
 
 
 def attention_with_kv_cache(
@@ -182,9 +163,16 @@ def attention_with_kv_cache(
         and is_causal.__class__ is return_lse.__class__ is bool
         and num_splits.__class__ is int
         and (scale is None or scale.__class__ is float)
-        and _is_common(
+        and query.__class__
+        is key_cache.__class__
+        is value_cache.__class__
+        is cache_seqlens.__class__
+        is Tensor
+        and may_skip_dispatcher(
             query, key_cache, value_cache, cache_seqlens, key, value, block_table, alibi_slopes, sinks
         )
+        and query.dim() > 0
+        and query.shape[-1] > 0
     ):
         try:
             out, lse = _on_cpu(

@@ -15,6 +15,7 @@ from fastattn.ops._common import (
     apply_function,
     call_op,
     is_watched,
+    may_skip_dispatcher,
     needs_function,
 )
 from fastattn.ops._linear_attention_autograd import (
@@ -39,29 +40,17 @@ _plain_dtypes: set[torch.dtype] = set()
 
 
 def _is_common(tensors, flags, feature_map, eps, scale, impl) -> bool:
-    """Whether the CPU op may have these as they are: nothing to convert, to differentiate, or to leave to the
-    dispatcher. What else is no plain tensor the kernel refuses."""
-    recording = torch.is_grad_enabled()
-    for tensor in tensors:
-        if (
-            tensor.__class__ is not Tensor
-            or not tensor.is_cpu
-            or tensor.is_nested
-            or tensor.is_neg()
-            or (recording and tensor.requires_grad)
-        ):
-            return False
+    """Whether the CPU op may have these as they are."""
     return (
-        tensors[0].dtype in _plain_dtypes
+        tensors[0].__class__ is tensors[1].__class__ is tensors[2].__class__ is Tensor
+        and may_skip_dispatcher(*tensors)
+        and tensors[0].dtype in _plain_dtypes
         and set(map(type, flags)) == {bool}
         and feature_map.__class__ is str
         and eps.__class__ is float
         and 0.0 <= eps < math.inf
         and (scale is None or scale.__class__ is float)
         and (impl == "auto" or impl == "cpu")
-        and forward_ad._current_level < 0
-        and not _is_any_autocast_enabled()
-        and not is_watched()
     )
 
 
