@@ -212,6 +212,13 @@ def test_steps_that_the_short_way_does_not_take(inplace):
         step(q, k, v, state, eps=-1.0, inplace=inplace)
     with pytest.raises(ValueError, match="feature_map"):
         step(q, k, v, state, feature_map="tanh", inplace=inplace)
+    given = {"query": q, "key": k, "value": v, "kv": state.kv, "z": state.z, "decay": torch.zeros(2, 3)}
+    for name, tensor in given.items():
+        nested = torch.nested.nested_tensor([*tensor])
+        for other in (tensor.to_sparse(), tensor.flatten(0, -2).to_sparse_csr(), nested, tensor.to("meta")):
+            query, key, value, kv, z, decay = (given | {name: other}).values()
+            with pytest.raises(RuntimeError, match=f"{name}.*(dense|meta)"):
+                step(query, key, value, LinearAttentionState(kv, z), decay=decay, inplace=inplace)
     assert all(not t.any() for t in state), "refused calls write nothing"
 
 

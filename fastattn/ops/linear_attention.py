@@ -255,24 +255,24 @@ def linear_attention_step(
                     or (decay is not None and decay.requires_grad)
                 )
             )
-            and (not inplace or (kv.is_contiguous() and z.is_contiguous()))
             and forward_ad._current_level < 0
             and not _is_any_autocast_enabled()
             and not is_watched()
         ):
             factor = 1.0 if scale is None else scale
             try:
-                if inplace:
+                if not inplace:
+                    out, kv, z = _step_on_cpu(
+                        CPU_KEYS, query, key, value, kv, z, decay, feature_map, normalize, eps, factor
+                    )
+                    return out, LinearAttentionState(kv, z)
+                if kv.is_contiguous() and z.is_contiguous():
                     out = _step_in_place_on_cpu(
                         CPU_KEYS, query, key, value, kv, z, decay, feature_map, normalize, eps, factor
                     )
                     # The kernel was called behind autograd's back: what it saved of the state has changed.
                     torch._C._increment_version(state)
                     return out, state
-                out, kv, z = _step_on_cpu(
-                    CPU_KEYS, query, key, value, kv, z, decay, feature_map, normalize, eps, factor
-                )
-                return out, LinearAttentionState(kv, z)
             except RuntimeError:
                 pass
 
