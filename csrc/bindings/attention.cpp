@@ -210,7 +210,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   Tensor grad_mask = mask_grad
                          ? allocate_contiguous(p.mask.dtype, attn_mask->sizes().data(), attn_mask->dim())
                          : allocate_contiguous(dtype, {0});
-  if (mask_grad) p.grad_mask = Array("grad_mask", grad_mask).broadcast({p.B, p.H, p.L, p.S});
+  if (mask_grad) {
+    p.grad_mask = Array("grad_mask", grad_mask).broadcast({p.B, p.H, p.L, p.S});
+    touch_huge_pages(p.grad_mask.data,
+                     uint64_t(grad_mask.numel()) * aoti_torch_dtype_element_size(code_of(p.mask.dtype)));
+  }
   const auto per_head = [&](bool wanted) {
     return wanted ? allocate_contiguous(lse_dtype(p), {p.B, p.H}) : allocate_contiguous(dtype, {0});
   };
