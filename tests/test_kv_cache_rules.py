@@ -112,6 +112,14 @@ def test_writing_past_the_end_is_refused(impl, page_size):
     assert_refused(case, impl, RuntimeError, "cache_seqlens .* got 9223372036854775807", cache_seqlens=huge)
 
 
+def test_caches_that_are_still_to_be_negated_are_refused(impl):
+    """They cannot be written to, unless step by step; neither cache has changed then."""
+    for name in ("key_cache", "value_cache"):
+        cache = torch._neg_view(-getattr(PLAIN, name))
+        if impl != "reference":
+            assert_refused(PLAIN, impl, NotImplementedError, "negations .* resolve_neg", **{name: cache})
+
+
 def test_more_new_tokens_than_the_cache_holds_are_refused(impl):
     new = {"key": x(3, 2, 14, 8), "value": x(3, 2, 14, 8)}
     message = "key_cache has room for 13 tokens of a sequence, key has 14"

@@ -381,6 +381,11 @@ def test_pending_negation(impl):
     expected = one_step(*inputs, impl=impl)
     for args, _ in with_each(inputs, negated):
         torch.testing.assert_close(one_step(*args, impl=impl), expected)
+    query, key, value, kv, z = (t.detach() for t in inputs[:5])
+    out, state = step(query, key, value, LinearAttentionState(kv, z), impl=impl)
+    in_place = LinearAttentionState(torch._neg_view(-kv), torch._neg_view(-z))  # contiguous
+    mine, _ = step(query, key, value, in_place, inplace=True, impl=impl)
+    torch.testing.assert_close((mine, *in_place), (out, *state))
 
 
 def test_zeros_without_memory():

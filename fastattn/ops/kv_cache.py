@@ -196,6 +196,11 @@ def attention_with_kv_cache(
     if implementation != "cpu" and query.device.type == "cpu":
         check_values(call)
     if implementation in ("cpu", "triton"):
+        if not is_compiling() and any(cache.is_neg() for cache in call.tensors[1:3]):
+            raise NotImplementedError(
+                "key_cache and value_cache must not be negations that are still to be done: resolve_neg() "
+                "gives a tensor that new tokens can be written to"
+            )
         out, lse = call_op(_op, *call.tensors, *call.options)
         if not is_compiling():
             _count(call.tensors)

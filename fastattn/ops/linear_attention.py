@@ -290,7 +290,7 @@ def linear_attention_step(
         out, kv, z = reference.linear_attention_step(*tensors, *options)
     elif needs_function(tensors):
         out, kv, z = step_by_function(*tensors, *options)
-    elif inplace and tensors[3].is_contiguous() and tensors[4].is_contiguous():
+    elif inplace and all(t.is_contiguous() and (is_compiling() or not t.is_neg()) for t in tensors[3:5]):
         return step_op_(*tensors, *options), LinearAttentionState(*state)
     else:
         out, kv, z = call_op(step_op, *tensors, *options)
