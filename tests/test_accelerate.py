@@ -80,6 +80,8 @@ ERRORS = {
     "head dims": lambda: (torch.randn(2, 4, 7, 8), torch.randn(2, 4, 7, 9), torch.randn(2, 4, 7, 9)),
     "dtypes": lambda: (*inputs()[:2], torch.randn(2, 4, 7, 8, dtype=torch.float64)),
     "integers": lambda: [torch.ones(2, 4, 7, 8, dtype=torch.int64)] * 3,
+    "devices": lambda: (*inputs()[:2], inputs()[2].to("meta")),
+    "sparse": lambda: (*inputs()[:2], inputs()[2].to_sparse()),
     "heads": lambda: inputs(H=4, Hkv=3),
     "mask's shape": lambda: (*inputs(), torch.zeros(3, 7)),
     "a mask of one number": lambda: (*inputs(), torch.tensor(True)),
