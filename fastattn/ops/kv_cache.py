@@ -163,11 +163,8 @@ def attention_with_kv_cache(
         and is_causal.__class__ is return_lse.__class__ is bool
         and num_splits.__class__ is int
         and (scale is None or scale.__class__ is float)
-        and query.__class__
-        is key_cache.__class__
-        is value_cache.__class__
-        is cache_seqlens.__class__
-        is Tensor
+        and query.__class__ is key_cache.__class__ is value_cache.__class__ is Tensor
+        and cache_seqlens.__class__ is Tensor
         and may_skip_dispatcher(
             query, key_cache, value_cache, cache_seqlens, key, value, block_table, alibi_slopes, sinks
         )
