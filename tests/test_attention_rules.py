@@ -518,41 +518,6 @@ def test_numbers_of_other_types(impl):
         assert torch.equal(out, expected)
 
 
-def test_mask_gradient_has_the_shape_and_dtype_of_the_mask(impl):
-    half, single = torch.bfloat16, torch.float32
-    for dtype, mask_dtype in thin(impl, ((half, single), (single, single), (half, half))):
-        for shape in ((), (7,), (5, 1), (3, 5, 7), (1, 3, 1, 7), (2, 1, 5, 7), (2, 3, 5, 7)):
-            q, k = torch.randn(2, 3, 5, 8).to(dtype), torch.randn(2, 3, 7, 8).to(dtype)
-            mask = torch.randn(shape).to(mask_dtype).requires_grad_()
-            attend(q, k, k, mask, impl=impl).float().square().sum().backward()
-            assert mask.grad.shape == shape and mask.grad.dtype == mask_dtype
-
-
-@NATIVE
-@pytest.mark.parametrize("options", (
-    {"is_causal": True}, {"window_size": (40, 20)}, {"window_size": (0, 150)}, {"padding": True},
-    {"is_causal": True, "causal_alignment": "lower_right"},
-), ids=str)  # fmt: skip
-def test_mask_gradient_where_keys_are_hidden(impl, options):
-    """It is 0 there, in whole blocks of keys and in parts of them, before and behind those that are seen."""
-    for L, S, mask_shape in ((70, 300, "hls"), (70, 300, "bhls"), (3, 300, "hls"), (300, 1300, "bhls")):
-        for B, dtype in ((1, torch.float32), (2, torch.float32), (1, torch.bfloat16)):
-            case = make_case(B, 2, 1, L, S, 8, dtype=dtype, mask="float", mask_shape=mask_shape, **options)
-            if case.key_padding_mask is not None:  # one sees all, the other a few keys in the middle
-                case.key_padding_mask[0], case.key_padding_mask[-1] = True, False
-                case.key_padding_mask[-1, 140:150] = True
-            check(call(case, impl), case)
-
-
-@pytest.mark.parametrize("shape", ((1, 70), (70, 1), (1, 1)))
-def test_mask_gradient_where_several_tiles_share_a_number(impl, shape):
-    q, k = torch.randn(2, 1, 70, 8), torch.randn(2, 1, 70, 8)
-    mask = torch.randn(shape).requires_grad_()
-    masks = mask, mask.expand(70, 70).detach().clone().requires_grad_()
-    own, whole = (torch.autograd.grad(attend(q, k, k, m, impl=impl).square().sum(), m)[0] for m in masks)
-    assert torch.allclose(own, whole.sum_to_size(shape), rtol=1e-4, atol=1e-5)
-
-
 Q, K = torch.zeros(2, 4, 5, 8), torch.zeros(2, 4, 7, 8)
 
 
@@ -647,24 +612,6 @@ def test_plain_calls_equal_torch():
             out, lse = attend(q, k, v, return_lse=True, **options)
             assert torch.equal(out, mine) and lse.shape == (2, 3, 5)
     assert attend(q[:, :, :, :0], k[:, :, :, :0], v).shape == (2, 3, 5, 8)
-
-
-def test_rows_that_a_tile_lacks_do_not_reach_the_gradient_of_a_mask(impl):
-    """Scratch memory that holds NaN from the call before, where the tile of this one has no rows."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for length in (32, 8):  # the first call leaves its NaN behind
-            shapes = [(1, 1, length, 8), (1, 1, 40, 8), (1, 1, 40, 8)]
-            query, key, value = (torch.randn(shape) * (torch.nan if length == 32 else 1) for shape in shapes)
-            query, key, value = (t.repeat(1, 2, 1, 1) for t in (query, key, value))
-            mask = torch.zeros(1, 1, 1, 40, requires_grad=True)
-            # dropout: without it the kernel has another way for so few rows
-            out = fastattn.scaled_dot_product_attention(query, key, value, mask, dropout_p=0.1, impl=impl)
-            (grad,) = torch.autograd.grad(out.square().sum(), mask)
-        assert grad.isfinite().all() and grad.abs().max() > 0
-    finally:
-        torch.set_num_threads(threads)
 
 
 # The choice
