@@ -112,12 +112,19 @@ def test_writing_past_the_end_is_refused(impl, page_size):
     assert_refused(case, impl, RuntimeError, "cache_seqlens .* got 9223372036854775807", cache_seqlens=huge)
 
 
-def test_caches_that_are_still_to_be_negated_are_refused(impl):
-    """They cannot be written to, unless step by step; neither cache has changed then."""
-    for name in ("key_cache", "value_cache"):
-        cache = torch._neg_view(-getattr(PLAIN, name))
-        if impl != "reference":
-            assert_refused(PLAIN, impl, NotImplementedError, "negations .* resolve_neg", **{name: cache})
+@pytest.mark.parametrize("name", ("key_cache", "value_cache"))
+def test_caches_that_are_still_to_be_negated(impl, name):
+    """Kernels refuse them, and write nothing; the reference writes to them as to any other."""
+    negated = torch._neg_view(-getattr(PLAIN, name))
+    if impl != "reference":
+        message = "negations .* resolve_neg"
+        return assert_refused(PLAIN, impl, NotImplementedError, message, **{name: negated})
+    plain = PLAIN.arguments() | {n: getattr(PLAIN, n).clone() for n in ("key_cache", "value_cache")}
+    expected = fastattn.attention_with_kv_cache(**plain, impl=impl)
+    given = plain | {n: getattr(PLAIN, n).clone() for n in ("key_cache", "value_cache")} | {name: negated}
+    assert torch.equal(fastattn.attention_with_kv_cache(**given, impl=impl), expected)
+    assert torch.equal(negated.nan_to_num(7.0), plain[name].nan_to_num(7.0))
+    assert not torch.equal(negated.nan_to_num(7.0), getattr(PLAIN, name).nan_to_num(7.0))
 
 
 def test_more_new_tokens_than_the_cache_holds_are_refused(impl):
