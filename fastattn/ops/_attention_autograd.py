@@ -1,5 +1,6 @@
 """The registered ops of softmax attention, and their derivatives under autograd and torch.func."""
 
+import re
 from typing import NamedTuple
 
 import torch
@@ -32,12 +33,12 @@ __all__ = [
 # Packed sequences are a batch of 1, (1, H, total, D), that cu_seqlens (N + 1,) cut into N; alibi_slopes are
 # then (H,) or (N, H), and there are no masks. These arguments come last, so that other calls go without them.
 
-_OPTIONS = "float scale, float softcap, int window_left, int window_right, bool lower_right, float dropout_p"
 # What a call leaves out need not be converted for it.
 _DEFAULTED_OPTIONS = (
     "float scale, float softcap=0.0, int window_left=-1, int window_right=-1, bool lower_right=False, "
     "float dropout_p=0.0"
 )
+_OPTIONS = re.sub("=[^,]*", "", _DEFAULTED_OPTIONS)  # where others follow
 _PACKED = (
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
     "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None"
