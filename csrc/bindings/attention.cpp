@@ -159,7 +159,7 @@ std::tuple<Tensor, Tensor> attention_forward(
   fill_sinks(p, sinks);
 
   auto [out, lse] = allocate_outputs(p);
-  attention_kernels(p.query.dtype).forward(p, torch_parallel());
+  attention_kernels(p).forward(p, torch_parallel());
   return {out, lse};
 }
 
@@ -223,7 +223,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   if (alibi_grad) p.grad_alibi = output_view(grad_alibi);
   if (sinks_grad) p.grad_sinks = output_view(grad_sinks);
 
-  attention_kernels(p.query.dtype).backward(p, torch_parallel());
+  attention_kernels(p).backward(p, torch_parallel());
   if (alibi_grad && alibi_slopes->dim() == 1) grad_alibi = sum_over_batch(grad_alibi, p.alibi.dtype);
   if (sinks_grad) grad_sinks = sum_over_batch(grad_sinks, p.sinks.dtype);
   return {grad_query, grad_key, grad_value, grad_mask, grad_alibi, grad_sinks};
@@ -252,7 +252,7 @@ Tensor attention_weights(const Tensor& query, const Tensor& key, const Tensor& l
   fill_sinks(p, sinks);
   const Tensor held_lse = fill_lse(p, lse);
   Tensor weights = allocate_weights(p, average_heads);
-  attention_kernels(p.query.dtype).weights(p, torch_parallel());
+  attention_kernels(p).weights(p, torch_parallel());
   return weights;
 }
 
@@ -268,7 +268,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward_with_weights(
   fill_sinks(p, sinks);
   auto [out, lse] = allocate_outputs(p);
   Tensor weights = allocate_weights(p, average_heads);
-  attention_kernels(p.query.dtype).forward_with_weights(p, torch_parallel());
+  attention_kernels(p).forward_with_weights(p, torch_parallel());
   return {out, lse, weights};
 }
 
@@ -279,7 +279,9 @@ int64_t attention_causality(const Tensor& mask) {
   if (array.dim > 2) m.H = array.size[array.dim - 3];
   if (array.dim > 3) m.B = array.size[0];
   m.mask = array.broadcast({m.B, m.H, m.L, m.S});
-  return attention_kernels(DType::f32).causality(m);
+  AttentionParams any{};
+  any.query.dtype = DType::f64;  // masks are the same for all
+  return attention_kernels(any).causality(m);
 }
 
 }  // namespace

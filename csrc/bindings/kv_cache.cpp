@@ -227,7 +227,7 @@ std::tuple<Tensor, Tensor> attention_with_kv_cache(const Tensor& query_, const T
                     append(keys, b, h, s.S - T, s.pages);
                     append(values, b, h, s.S - T, s.pages);
                   });
-  attention_kernels(p.query.dtype).forward(p, parallel);
+  attention_kernels(p).forward(p, parallel);
   return {out, lse};
 }
 

@@ -70,7 +70,7 @@ void forward_with_weights_of_dtype(const AttentionWeightsParams& p, const Parall
 }  // namespace
 
 extern const AttentionKernels attention_kernels;
-const AttentionKernels attention_kernels = {kPairs<bf16>,
+const AttentionKernels attention_kernels = {suits,
                                             forward_of_dtype,
                                             backward_of_dtype,
                                             weights_of_dtype,

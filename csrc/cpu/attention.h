@@ -65,18 +65,18 @@ struct AttentionMask {
 };
 
 struct AttentionKernels {
-  bool bf16_only;  // where bf16 has products of its own: any other dtype is a weaker variant's
+  bool (*suits)(const AttentionParams&);  // any other call is a weaker variant's
   void (*forward)(const AttentionParams&, const Parallel&);
   void (*backward)(const AttentionGradParams&, const Parallel&);
   void (*weights)(const AttentionWeightsParams&, const Parallel&);  // from lse
   void (*forward_with_weights)(const AttentionWeightsParams&, const Parallel&);
   // 0: a key right of the diagonal is visible somewhere; 1: none is; 2: none is, and all other elements are
-  // 0. Null where bf16_only, which knows no other masks.
+  // 0. Null where not every call is.
   int (*causality)(const AttentionMask&);
 };
 
-// The variant of a query's dtype for the best instruction set that this machine and FASTATTN_CPU_ISA allow
+// The variant that suits a call, for the best instruction set that this machine and FASTATTN_CPU_ISA allow
 // (dispatch.cpp).
-const AttentionKernels& attention_kernels(DType dtype);
+const AttentionKernels& attention_kernels(const AttentionParams&);
 
 }  // namespace fastattn

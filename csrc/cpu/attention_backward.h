@@ -211,7 +211,7 @@ inline void backward_task(const Problem<T>& problem, const AttentionGradParams& 
   if (chunks.few_keys) task = spread(task, chunks.tasks, chunks.threads);
   const int64_t chunk = task % chunks.count, unit = task / chunks.count;
   if (chunks.few_keys) {
-    if constexpr (!kPairs<T>)
+    if constexpr (kHasFewKeys<T>)
       few_keys_backward(problem, p, unit / p.Hkv, unit % p.Hkv, chunk * problem.tiles / chunks.count,
                         (chunk + 1) * problem.tiles / chunks.count,
                         chunks.count > 1 ? partial + task * chunks.size : nullptr);

@@ -21,7 +21,7 @@ FASTATTN_INLINE void prefetch_row(const Row* row, int64_t columns) {
 // Whether few query rows may have their products on tiles.
 template <class T>
 #if defined(__AMX_BF16__)
-constexpr bool kDecodeTiles = kPairs<T>;
+constexpr bool kDecodeTiles = kSame<T, bf16>;
 #else
 constexpr bool kDecodeTiles = false;
 #endif

@@ -11,12 +11,15 @@ namespace {
 constexpr int64_t kFewKeys = 64;
 // So many rows make up for a key that is copied and transposed; half of them in each task.
 constexpr int64_t kRowsPerKey = 4;
+// These products are of single numbers.
+template <class T>
+constexpr bool kHasFewKeys = !kSame<T, bf16>;
 template <class T>
 inline bool has_few_keys(const Problem<T>& problem) {
   const AttentionParams& p = problem.p;
   const int64_t keys = problem.key_end - problem.key_begin;
-  return !kPairs<T> && keys > 0 && keys <= kFewKeys && problem.group * p.L >= kRowsPerKey * keys && p.D > 0 &&
-         p.Dv > 0 && !problem.has_dropout();
+  return kHasFewKeys<T> && keys > 0 && keys <= kFewKeys && problem.group * p.L >= kRowsPerKey * keys &&
+         p.D > 0 && p.Dv > 0 && !problem.has_dropout();
 }
 
 // Whether most lanes would be without a key: their scores are sums over lanes then.
@@ -150,8 +153,8 @@ inline void put_rows_product(const Problem<T>& problem, const Tile<T>& tile, con
                              int64_t keys, const A<T>* b, int64_t padded, const View& view, int64_t columns,
                              A<T>* scratch) {
   const Rows<T> rows = place_of_rows(problem, tile, view, columns >= N<T>, padded, scratch);
-  Format<T>::template product<Product::rows>(tile.count, keys, rows.data == scratch ? padded : columns,
-                                             weights, kBlock, b, padded, rows.data, rows.ld);
+  Plain<A<T>>::template product<Product::rows>(tile.count, keys, rows.data == scratch ? padded : columns,
+                                               weights, kBlock, b, padded, rows.data, rows.ld);
   if (rows.data == scratch) store_rows(tile, view, columns, rows);
 }
 
@@ -222,8 +225,8 @@ inline void few_keys_scores(const Tile<T>& tile, const FewKeys<T>& keys, Span sp
     for (int64_t j = 0; j < count; ++j) each[j] = key + (span.begin + j) * padded;
     return decode_scores<T>(rows.data, tile.count, rows.ld, each, padded, count, scores);
   }
-  Format<T>::template product<Product::rows>(tile.count, columns, round_up(count, N<T>), rows.data, rows.ld,
-                                             key_t + span.begin, keys.padded, scores, kBlock);
+  Plain<A<T>>::template product<Product::rows>(tile.count, columns, round_up(count, N<T>), rows.data, rows.ld,
+                                               key_t + span.begin, keys.padded, scores, kBlock);
 }
 
 // Hides keys by bands and boolean masks.

@@ -68,7 +68,7 @@ inline void grad_few_keys(const Problem<T>& problem, const AttentionGradParams& 
 template <class T>
 inline void few_keys_grad_tile(const Problem<T>& problem, const AttentionGradParams& p, const Tile<T>& tile,
                                const FewKeys<T>& keys, const FewKeysGrad<T>& g) {
-  using F = Format<T>;
+  using F = Plain<A<T>>;
   const Span span = few_keys_span(keys, tile);
   const int64_t count = span.end - span.begin, columns = keys.columns, columns_v = keys.columns_v;
   const Rows<T> query = take_rows(problem, tile, p.query, p.D, true, g.query_rows);

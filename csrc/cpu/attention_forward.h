@@ -14,25 +14,33 @@ class BlockStep {
  public:
   BlockStep(const Problem<T>& problem, Arena& arena) {
     scores_.take(arena, problem);
-    pairs_ = kPairs<T> ? arena.take<E<T>>(kBlock * kTile<T>) : nullptr;
+    // One is read while the other is written: a multiple of 4 KB apart, reads would wait for writes.
+    constexpr int64_t kApart = kParts<T> > 1 ? 1024 : 0;
+    for (E<T>*& weights : weights_)
+      weights = kPairs<T> ? arena.take<E<T>>(kBlock * kParts<T> * kTile<T> + kApart) : nullptr;
   }
-  // The part of the block that the tile visits. Where `held` is given, and there are no pairs, its weights
-  // stay there.
+  // The part of the block that the tile visits. Where `held` is given its weights stay there.
   Span run(const Problem<T>& problem, const Tile<T>& tile, const E<T>* panel, KeyBlock<T>& block,
            State<T>& state, A<T>* held = nullptr) {
-    if (held) scores_.scores = held;
+    if (held) scores_.scores = held, scores_.kept = true;
     if (!scores_.start(problem, tile, block)) return {0, 0};
-    if constexpr (kPairs<T>)
+    const int64_t rows = round_up(problem.p.Dv, Format<T>::kRows);
+    if constexpr (kParts<T> > 1) {
+      weigh_beside(problem, tile, panel, block, state);
+      pending_ = {&block, scores_.span, weights_[current_], rows, state.out};
+      current_ ^= 1;
+    } else if constexpr (kPairs<T>) {
       weigh_chunks(problem, tile, panel, block, state);
-    else
+      add_values(tile, block, scores_.span, weights_[0], rows, state.out);
+    } else {
       weigh_block(problem, tile, panel, block, state);
-    const E<T>* weights;
-    if constexpr (kPairs<T>)
-      weights = pairs_;
-    else
-      weights = scores_.scores;
-    add_values(tile, block, scores_.span, weights, round_up(problem.p.Dv, Format<T>::kRows), state.out);
+      add_values(tile, block, scores_.span, scores_.scores, rows, state.out);
+    }
     return scores_.span;
+  }
+  // The products of the last tile, which wait for the softmax of the next.
+  void finish() {
+    if constexpr (kParts<T> > 1) beside_pending(0, [](int64_t) {});
   }
 
  private:
@@ -44,10 +52,43 @@ class BlockStep {
     score(problem, tile, panel, block);
     if (!state.started)
       raise_reference(problem, tile, scores_, span.begin, min(span.begin + kChunk, span.end), state);
-    weigh(problem, tile, scores_, span.begin, span.end, pairs_, state, added);
+    weigh(problem, tile, scores_, span.begin, span.end, weights_[current_], state, added);
     if (accept(scores_, state, added)) return;
     score(problem, tile, panel, block);  // weights lie over the scores
-    weigh_again(problem, tile, scores_, pairs_, state);
+    weigh_again(problem, tile, scores_, weights_[current_], state);
+  }
+  // What is left of the tile before is done beside this one's softmax.
+  void weigh_beside(const Problem<T>& problem, const Tile<T>& tile, const E<T>* panel, KeyBlock<T>& block,
+                    State<T>& state) {
+    const Span span = scores_.span;
+    if (problem.has_dropout() || scores_.kept) {
+      finish();
+      return weigh_block(problem, tile, panel, block, state);
+    }
+    Added<T> added;
+    added.clear();
+    score(problem, tile, panel, block);
+    if (!state.started)
+      raise_reference(problem, tile, scores_, span.begin, min(span.begin + kChunk, span.end), state);
+    WeighUnits<T> units(scores_, span.begin, weights_[current_], state, added);
+    beside_pending(units.units(span.begin, span.end), units);
+    units.end(added);
+    if (accept(scores_, state, added)) return;
+    weigh_again(problem, tile, scores_, weights_[current_], state);
+  }
+  template <class F>
+  FASTATTN_INLINE void beside_pending(int64_t units, F&& unit) {
+    const Pending& p = pending_;
+    const int64_t keys = p.block ? p.span.end - p.span.begin : 0;
+    if (keys == 0) {
+      for (int64_t done = 0; done < units; ++done) unit(done);
+      return;
+    }
+    const Sideways<T>& value = p.block->value_t;
+    Format<T>::outputs_beside(p.rows, keys, value.at(0, p.span.begin), value.ld,
+                              p.weights + p.span.begin * kParts<T> * kTile<T>, p.out, p.block->finite, units,
+                              unit);
+    pending_.block = nullptr;
   }
   // Products of the next chunk are under way while this one is weighed: both fit in the reorder buffer.
   void weigh_chunks(const Problem<T>& problem, const Tile<T>& tile, const E<T>* panel, KeyBlock<T>& block,
@@ -68,20 +109,29 @@ class BlockStep {
       if (to < span.end) multiply(to);
       s.transform(problem, tile, from, to, nullptr);
       if (!state.started) raise_reference(problem, tile, s, from, to, state);
-      weigh(problem, tile, s, from, to, pairs_, state, added);
+      weigh(problem, tile, s, from, to, weights_[current_], state, added);
     }
     s.ring = -1;
     if (accept(s, state, added)) return;
     score(problem, tile, panel, block);
-    weigh_again(problem, tile, s, pairs_, state);
+    weigh_again(problem, tile, s, weights_[current_], state);
   }
   void score(const Problem<T>& problem, const Tile<T>& tile, const E<T>* panel, KeyBlock<T>& block) {
     scores_.multiply(problem, tile, panel, block);
     scores_.transform(problem, tile, scores_.span.begin, scores_.span.end, nullptr);
   }
 
+  struct Pending {
+    const KeyBlock<T>* block;
+    Span span;
+    const E<T>* weights;
+    int64_t rows;
+    A<T>* out;
+  };
   Scores<T> scores_;
-  E<T>* pairs_;  // weights as pairs of keys, where products take them so
+  E<T>* weights_[kParts<T> > 1 ? 2 : 1];  // as pairs of keys, where products take them so
+  int current_ = 0;
+  Pending pending_{};  // the last tile's products
 };
 
 // How one problem is cut. Keys are split over tasks when there are few tiles or rows. Splits are a function
@@ -112,7 +162,8 @@ struct ForwardPlan {
       begin = round_down(problem.key_begin, kBlock);
       keys = round_up((visible + splits - 1) / splits, kBlock);
       size = rows_v * kTile<T> + 2 * kTile<T>;
-      per_task = splits > 1 ? 1 : tiles_per_task(problem, all, threads);
+      const int64_t together = kParts<T> > 1 ? max(1, min(4, problem.tiles)) : 1;
+      per_task = splits == 1 ? tiles_per_task(problem, all, threads) : together;
       tasks_per_head = (problem.tiles + per_task - 1) / per_task;
     }
     const int64_t units = heads * (few_rows ? 1 : problem.tiles);
@@ -139,7 +190,10 @@ struct ForwardPlan {
       const int64_t least = kRowsPerKey * (problem.key_end - problem.key_begin) / (2 * kTile<T>);
       return max(max(1, least), min(8, tiles / (int64_t(threads) * 3)));
     }
-    return max(1, min(min(8, fit), tiles / (int64_t(threads) * (kPairs<T> ? 3 : 6))));
+    // Keys as parts take as long to pack as one tile does.
+    constexpr int64_t kMost = kParts<T> > 1 ? 16 : 8;
+    const int64_t least = kParts<T> > 1 ? min(4, tiles / threads) : 1;
+    return max(max(1, least), min(min(kMost, fit), tiles / (int64_t(threads) * (kPairs<T> ? 3 : 6))));
   }
 };
 
@@ -157,7 +211,7 @@ inline void bring_next(const Problem<T>& problem, const Tile<T>& tile, int64_t n
 }
 
 // Tiles [first, first + count) of one key/value head against the keys of one split: finished where there is
-// only one, else a partial result.
+// only one, else partial results, those of neighbouring tiles plan.splits apart.
 template <class T>
 inline void forward_tiles(const Problem<T>& problem, int64_t b, int64_t hk, int64_t first, int64_t count,
                           int64_t next_head, const ForwardPlan<T>& plan, int64_t split, A<T>* partial) {
@@ -167,14 +221,15 @@ inline void forward_tiles(const Problem<T>& problem, int64_t b, int64_t hk, int6
   Arena::Scope scope(arena);
   Tile<T>* tiles = arena.take<Tile<T>>(count);
   State<T>* states = arena.take<State<T>>(count);
-  E<T>* panels = arena.take<E<T>>(count * problem.depth * kTile<T>);
+  const int64_t panel = problem.depth * kParts<T> * kTile<T>;
+  E<T>* panels = arena.take<E<T>>(count * panel);
   BlockStep<T> step(problem, arena);
   KeyScratch<T> scratch;
   scratch.take(arena, problem, Use::forward);
   int64_t key_begin = p.S, key_end = 0;
   for (int64_t t = 0; t < count; ++t) {
     make_tile(problem, b, hk, first + t, tiles[t]);
-    pack_transposed(tiles[t], p.query, p.D, problem.depth, panels + t * problem.depth * kTile<T>);
+    pack_transposed(tiles[t], p.query, p.D, problem.depth, panels + t * panel);
     states[t].out = arena.take_zero<A<T>>(plan.rows_v * kTile<T>);
     start_state(problem, tiles[t], split == 0, states[t]);
     key_begin = min(key_begin, tiles[t].lo_min);
@@ -189,13 +244,16 @@ inline void forward_tiles(const Problem<T>& problem, int64_t b, int64_t hk, int6
     for (int64_t t = 0; t < count; ++t) {
       if (begin + kBlock >= key_end && plan.splits == 1)
         bring_next(problem, tiles[t], next_head, t, count, block.ahead);
-      step.run(problem, tiles[t], panels + t * problem.depth * kTile<T>, block, states[t]);
+      step.run(problem, tiles[t], panels + t * panel, block, states[t]);
     }
+    step.finish();
   }
   if (plan.splits > 1) {
-    std::memcpy(partial, states[0].reference, sizeof states[0].reference);
-    std::memcpy(partial + kTile<T>, states[0].sum, sizeof states[0].sum);
-    std::memcpy(partial + 2 * kTile<T>, states[0].out, size_t(p.Dv * kTile<T>) * sizeof(A<T>));
+    for (int64_t t = 0; t < count; ++t, partial += plan.splits * plan.size) {
+      std::memcpy(partial, states[t].reference, sizeof states[t].reference);
+      std::memcpy(partial + kTile<T>, states[t].sum, sizeof states[t].sum);
+      std::memcpy(partial + 2 * kTile<T>, states[t].out, size_t(p.Dv * kTile<T>) * sizeof(A<T>));
+    }
     return;
   }
   for (int64_t t = 0; t < count; ++t) finish_tile(problem, tiles[t], states[t]);
@@ -245,7 +303,7 @@ inline void forward_task(const Problem<T>& problem, const ForwardPlan<T>& plan, 
     if (plan.few_rows)
       decode_head(problem, head / p.Hkv, head % p.Hkv, plan.splits, split, to);
     else if (plan.few_keys) {
-      if constexpr (!kPairs<T>) few_keys_forward(problem, head / p.Hkv, head % p.Hkv, first, count);
+      if constexpr (kHasFewKeys<T>) few_keys_forward(problem, head / p.Hkv, head % p.Hkv, first, count);
     } else
       forward_tiles(problem, head / p.Hkv, head % p.Hkv, first, count, plan.next_head(task), plan, split, to);
   }

@@ -32,9 +32,10 @@ struct GradScratch {
     scores.take(arena, problem);
     grad_weights = arena.take<A<T>>(kBlock * kTile<T>);
     bend = problem.p.softcap > 0 ? arena.take<A<T>>(kBlock * kTile<T>) : nullptr;
-    weights_rows = kPairs<T> ? arena.take<E<T>>(kBlock * kTile<T>) : nullptr;
-    grad_rows = kPairs<T> ? arena.take<E<T>>(kBlock * kTile<T>) : nullptr;
-    grad_pairs = kPairs<T> ? arena.take<E<T>>(kBlock * kTile<T>) : nullptr;
+    constexpr int64_t kSize = kBlock * kParts<T> * kTile<T>;
+    weights_rows = kPairs<T> ? arena.take<E<T>>(kSize) : nullptr;
+    grad_rows = kPairs<T> ? arena.take<E<T>>(kSize) : nullptr;
+    grad_pairs = kPairs<T> ? arena.take<E<T>>(kSize) : nullptr;
     columns = round_up(problem.p.D, N<T>);
     columns_v = round_up(problem.p.Dv, N<T>);
   }
@@ -42,10 +43,11 @@ struct GradScratch {
 
 template <class T>
 inline void reserve(const Problem<T>& problem, const GradScratch<T>& scratch, Arena& arena, GradTile<T>& g) {
-  g.query_t = arena.take<E<T>>(problem.depth * kTile<T>);
-  g.grad_out_t = arena.take<E<T>>(problem.depth_v * kTile<T>);
-  g.query = arena.take<E<T>>(kTile<T> * scratch.columns);
-  g.grad_out = arena.take<E<T>>(kTile<T> * scratch.columns_v);
+  constexpr int64_t kRow = kParts<T> * kTile<T>;
+  g.query_t = arena.take<E<T>>(problem.depth * kRow);
+  g.grad_out_t = arena.take<E<T>>(problem.depth_v * kRow);
+  g.query = arena.take<E<T>>(kRow * scratch.columns);
+  g.grad_out = arena.take<E<T>>(kRow * scratch.columns_v);
   g.grad_query_t = arena.take<A<T>>(round_up(problem.p.D, Format<T>::kRows) * kTile<T>);
 }
 // rowsum(dO * O) of the rows of vector v; 0 for those that see nothing.
@@ -68,7 +70,7 @@ inline V<T> row_products(const AttentionGradParams& p, const Tile<T>& tile, int 
 }
 
 template <class T>
-inline void prepare(const Problem<T>& problem, const AttentionGradParams& p, const Tile<T>& tile,
+inline void prepare(const Problem<T>& problem, const AttentionGradParams& p, Tile<T>& tile,
                     GradScratch<T>& scratch, const KeyScratch<T>& key_scratch, Arena& arena, GradTile<T>& g) {
   pack_transposed(tile, p.query, p.D, problem.depth, g.query_t);
   pack_transposed(tile, p.grad_out, p.Dv, problem.depth_v, g.grad_out_t);
@@ -115,10 +117,10 @@ inline bool grad_score_tile(const Problem<T>& problem, const Tile<T>& tile, Grad
   A<T>* scores = scratch.scores.scores;
   const int64_t keys = span.end - span.begin, at = span.begin * kTile<T>;
   for_visible(tile, block.begin, span, [&](Span part, auto vectors, int lane) {
-    Format<T>::template scores<vectors>(part.end - part.begin, problem.depth_v,
-                                        block.value.data + part.begin * block.value.ld, block.value.ld,
-                                        g.grad_out_t + lane,
-                                        scratch.grad_weights + part.begin * kTile<T> + lane, &block.ahead);
+    Format<T>::template scores<vectors>(
+        part.end - part.begin, problem.depth_v, block.value.data + part.begin * block.value.ld,
+        block.value.ld, g.grad_out_t + lane, scratch.grad_weights + part.begin * kTile<T> + lane,
+        &block.ahead, tile.finite && block.finite);
   });
   const bool dropout = problem.has_dropout();
   auto weight = [&](int64_t x, int v) {
@@ -141,7 +143,8 @@ inline bool grad_score_tile(const Problem<T>& problem, const Tile<T>& tile, Grad
         delta[v] += load(scores + x) == -kInf<T> ? V<T>{} : term;
       }
   }
-  for (int64_t j = 0; j < keys; ++j)
+  for (int64_t j = 0; j < keys; ++j) {
+    [[maybe_unused]] V<T> kept_rows[NV], grad_rows[NV];
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) {
       const int64_t x = at + j * kTile<T> + v * N<T>, key = block.begin + span.begin + j;
@@ -164,12 +167,23 @@ inline bool grad_score_tile(const Problem<T>& problem, const Tile<T>& tile, Grad
       if constexpr (kPairs<T>) {
         if (scratch.bend) ds *= load(scratch.bend + x);
         store(scores + x, ds);
-        round_store(scratch.weights_rows + x, kept);
-        round_store(scratch.grad_rows + x, ds);
+        if constexpr (kParts<T> > 1) {
+          kept_rows[v] = kept, grad_rows[v] = ds;
+        } else {
+          round_store(scratch.weights_rows + x, kept);
+          round_store(scratch.grad_rows + x, ds);
+        }
       } else {
         store(scores + x, kept);
       }
     }
+    if constexpr (kParts<T> > 1) {
+      bool finite;
+      const int64_t row = (at + j * kTile<T>)*kParts<T>;
+      store_parts(scratch.weights_rows + row, kTile<T>, split(kept_rows[0], kept_rows[1], finite));
+      store_parts(scratch.grad_rows + row, kTile<T>, split(grad_rows[0], grad_rows[1], finite));
+    }
+  }
   if (problem.p.alibi.data)
     for (int r = 0; r < kTile<T>; ++r) g.alibi[r] += double(alibi[r / N<T>][r % N<T>]);
   return true;
@@ -185,7 +199,17 @@ inline void grad_products(const Problem<T>& problem, const Tile<T>& tile, GradTi
   const E<T>* weights;
   const E<T>* grads;
   const E<T>* pairs;
-  if constexpr (kPairs<T>) {
+  if constexpr (kParts<T> > 1) {
+    bool finite;
+    for (int64_t j0 = 0; j0 < keys; j0 += 2 * N<T>)
+      for (int64_t j = 0; j < N<T>; ++j)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; ++v) {
+          const A<T>* from = scores + at + (j0 + j) * kTile<T> + v * N<T>;
+          store_parts(scratch.grad_pairs + (at + (j0 + 2 * j) * kTile<T>)*kParts<T> + v * 2 * N<T>,
+                      2 * kTile<T>, split(load(from), load(from + N<T> * kTile<T>), finite));
+        }
+  } else if constexpr (kPairs<T>) {
     for (int64_t j = 0; j < keys; j += 2)
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) {
@@ -193,6 +217,8 @@ inline void grad_products(const Problem<T>& problem, const Tile<T>& tile, GradTi
         store_pair(scratch.grad_pairs + at + j * kTile<T> + v * 2 * N<T>, load(scores + x),
                    load(scores + x + kTile<T>));
       }
+  }
+  if constexpr (kPairs<T>) {
     weights = scratch.weights_rows;
     grads = scratch.grad_rows;
     pairs = scratch.grad_pairs;
@@ -204,15 +230,17 @@ inline void grad_products(const Problem<T>& problem, const Tile<T>& tile, GradTi
     grads = pairs = scratch.grad_weights;
   }
   for_visible(tile, block.begin, span, [&](Span part, auto vectors, int lane) {
-    const int64_t first = part.begin, count = part.end - part.begin, from = first * kTile<T> + lane;
+    const int64_t first = part.begin, count = part.end - part.begin;
+    const int64_t from = first * kParts<T> * kTile<T> + lane;
     const int64_t columns = scratch.columns, columns_v = scratch.columns_v;
     const int64_t rows = min(vectors * N<T>, tile.count - lane);
     Format<T>::keys(count, rows, columns_v, weights + from, g.grad_out + lane * columns_v,
-                    grad_value + first * columns_v);
-    Format<T>::keys(count, rows, columns, grads + from, g.query + lane * columns, grad_key + first * columns);
+                    grad_value + first * columns_v, tile.finite);
+    Format<T>::keys(count, rows, columns, grads + from, g.query + lane * columns, grad_key + first * columns,
+                    tile.finite);
     Format<T>::template outputs<vectors>(round_up(problem.p.D, Format<T>::kRows), count,
                                          block.key_t.at(0, first), block.key_t.ld, pairs + from,
-                                         g.grad_query_t + lane);
+                                         g.grad_query_t + lane, nullptr, block.finite);
   });
 }
 

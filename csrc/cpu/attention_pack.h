@@ -47,8 +47,7 @@ FASTATTN_INLINE void interleave(const bf16* first, const bf16* second, int64_t s
 // Panel [depth / step][kTile][step] of the tile's rows of a (B, H, L, X) tensor; rows that see nothing and
 // padding are zero.
 template <class S, class T>
-inline void pack_transposed_of(const Tile<T>& tile, const View& view, int64_t columns, int64_t depth,
-                               E<T>* panel) {
+inline void pack_transposed_of(Tile<T>& tile, const View& view, int64_t columns, int64_t depth, E<T>* panel) {
   const S* data = static_cast<const S*>(view.data);
   const int64_t stride = view.stride[3];
   for (int v = 0; v < NV; ++v) {
@@ -58,7 +57,26 @@ inline void pack_transposed_of(const Tile<T>& tile, const View& view, int64_t co
       int s = v * N<T> + r;
       row[r] = tile.seen[s] ? data + offset(view, tile.b, tile.head[s], tile.row[s]) : nullptr;
     }
-    if constexpr (kPairs<T>) {
+    auto load_block = [&](int64_t d, V<T>(&block)[N<T>]) __attribute__((always_inline)) {
+      if (tile.whole[v] && stride == 1 && columns - d >= N<T>)
+#pragma GCC unroll 16
+        for (int r = 0; r < N<T>; ++r) block[r] = load_wide(row[r] + d);
+      else
+        for (int r = 0; r < N<T>; ++r)
+          block[r] = row[r] ? load_row<A<T>>(row[r] + d * stride, stride, columns - d) : V<T>{};
+      transpose<A<T>>(block);
+    };
+    if constexpr (kParts<T> > 1) {
+      for (int64_t d = 0; d < depth; d += 2 * N<T>) {
+        V<T> low[N<T>], high[N<T>];
+        load_block(d, low);
+        load_block(d + N<T>, high);
+        E<T>* to = panel + d * kParts<T> * kTile<T> + v * 2 * N<T>;
+#pragma GCC unroll 16
+        for (int i = 0; i < N<T>; ++i, to += kParts<T> * 2 * kTile<T>)
+          store_parts(to, 2 * kTile<T>, split(low[i], high[i], tile.finite));
+      }
+    } else if constexpr (kPairs<T>) {
       for (int64_t d = 0; d < depth; d += 2 * N<T>) {
         Vec<float> block[N<T>];
         for (int r = 0; r < N<T>; ++r) {
@@ -73,13 +91,7 @@ inline void pack_transposed_of(const Tile<T>& tile, const View& view, int64_t co
     } else {
       for (int64_t d = 0; d < depth; d += N<T>) {
         V<T> block[N<T>];
-        if (tile.whole[v] && stride == 1 && columns - d >= N<T>)
-#pragma GCC unroll 16
-          for (int r = 0; r < N<T>; ++r) block[r] = load_wide(row[r] + d);
-        else
-          for (int r = 0; r < N<T>; ++r)
-            block[r] = row[r] ? load_row<A<T>>(row[r] + d * stride, stride, columns - d) : V<T>{};
-        transpose<A<T>>(block);
+        load_block(d, block);
         for (int i = 0; i < N<T> && d + i < depth; ++i)
           store(panel + (d + i) * kTile<T> + v * N<T>, block[i]);
       }
@@ -87,25 +99,33 @@ inline void pack_transposed_of(const Tile<T>& tile, const View& view, int64_t co
   }
 }
 template <class T>
-inline void pack_transposed(const Tile<T>& tile, const View& view, int64_t columns, int64_t depth,
-                            E<T>* panel) {
+inline void pack_transposed(Tile<T>& tile, const View& view, int64_t columns, int64_t depth, E<T>* panel) {
   with_dtype_beside<T>(view.dtype,
                        [&]<class S>(S) { pack_transposed_of<S>(tile, view, columns, depth, panel); });
 }
 // Panel [kTile / step][columns][step] of the same rows, not transposed: what grad_key and grad_value
 // multiply with.
 template <class S, class T>
-inline void pack_rows_of(const Tile<T>& tile, const View& view, int64_t columns, int64_t padded,
-                         E<T>* panel) {
+inline void pack_rows_of(Tile<T>& tile, const View& view, int64_t columns, int64_t padded, E<T>* panel) {
   const S* data = static_cast<const S*>(view.data);
   const int64_t stride = view.stride[3];
   auto row = [&](int r) -> const S* {
     return tile.seen[r] ? data + offset(view, tile.b, tile.head[r], tile.row[r]) : nullptr;
   };
-  for (int r = 0; r < (kPairs<T> ? kTile<T> : tile.count); r += Format<T>::kStep) {
-    const S* first = row(r);
-    if constexpr (kPairs<T>) {
-      const S* second = row(r + 1);
+  if constexpr (kParts<T> > 1) {
+    for (int r = 0; r < N<T>; ++r) {
+      const S *first = row(r), *second = row(r + N<T>);
+      for (int64_t d = 0; d < padded; d += N<T>) {
+        auto of = [&](const S* p) {
+          return p ? load_row<A<T>>(p + d * stride, stride, columns - d) : V<T>{};
+        };
+        store_parts(panel + r * kParts<T> * 2 * padded + 2 * d, 2 * padded,
+                    split(of(first), of(second), tile.finite));
+      }
+    }
+  } else if constexpr (kPairs<T>) {
+    for (int r = 0; r < kTile<T>; r += 2) {
+      const S *first = row(r), *second = row(r + 1);
       for (int64_t d = 0; d < padded; d += 2 * N<T>) {
         Vec<float> low, high;
         interleave(first, second, stride, d, columns, low, high);
@@ -113,15 +133,17 @@ inline void pack_rows_of(const Tile<T>& tile, const View& view, int64_t columns,
         store(to, low);
         if (d + N<T> < padded) store(to + N<T>, high);
       }
-    } else {
+    }
+  } else {
+    for (int r = 0; r < tile.count; ++r) {
+      const S* from = row(r);
       for (int64_t d = 0; d < padded; d += N<T>)
-        store(panel + r * padded + d,
-              first ? load_row<A<T>>(first + d * stride, stride, columns - d) : V<T>{});
+        store(panel + r * padded + d, from ? load_row<A<T>>(from + d * stride, stride, columns - d) : V<T>{});
     }
   }
 }
 template <class T>
-inline void pack_rows(const Tile<T>& tile, const View& view, int64_t columns, int64_t padded, E<T>* panel) {
+inline void pack_rows(Tile<T>& tile, const View& view, int64_t columns, int64_t padded, E<T>* panel) {
   with_dtype_beside<T>(view.dtype, [&]<class S>(S) { pack_rows_of<S>(tile, view, columns, padded, panel); });
 }
 
@@ -144,6 +166,7 @@ struct Sideways {
 template <class T>
 struct KeyBlock {
   int64_t begin, end;  // keys [begin, end); begin is a multiple of kBlock
+  bool finite;         // what has been packed of them
   Straight<T> key, value;
   Sideways<T> key_t, value_t;
   Ahead ahead;  // the next block, where it is read in place
@@ -157,12 +180,13 @@ struct KeyScratch {
   E<T>* value_t;
   void take(Arena& arena, const Problem<T>& problem, Use use) {
     const bool value_used = use == Use::backward || (use == Use::forward && !kPairs<T>);
-    key = arena.take<E<T>>(kBlock * problem.depth);
-    value = value_used ? arena.take<E<T>>(kBlock * problem.depth_v) : nullptr;
+    constexpr int64_t kKeys = kBlock * kParts<T>;
+    key = arena.take<E<T>>(kKeys * problem.depth);
+    value = value_used ? arena.take<E<T>>(kKeys * problem.depth_v) : nullptr;
     const int64_t rows = round_up(problem.p.D, Format<T>::kRows);
     const int64_t rows_v = round_up(problem.p.Dv, Format<T>::kRows);
-    key_t = kPairs<T> && use == Use::backward ? arena.take<E<T>>(kBlock * rows) : nullptr;
-    value_t = kPairs<T> && use == Use::forward ? arena.take<E<T>>(kBlock * rows_v) : nullptr;
+    key_t = kPairs<T> && use == Use::backward ? arena.take<E<T>>(kKeys * rows) : nullptr;
+    value_t = kPairs<T> && use == Use::forward ? arena.take<E<T>>(kKeys * rows_v) : nullptr;
   }
 };
 
@@ -247,17 +271,28 @@ inline bool key_rows(const Problem<T>& problem, const View& view, int64_t column
 // (`first` is null) copied and padded with zeros.
 template <class S, class T>
 inline Straight<T> straight(const View& view, const S* first, int64_t columns, int64_t padded, const S** rows,
-                            int64_t count, E<T>* scratch) {
-  if constexpr (kSame<S, E<T>>) {
+                            int64_t count, E<T>* scratch, [[maybe_unused]] bool& finite) {
+  if constexpr (kSame<S, E<T>> && kParts<T> == 1) {
     bool fits = count % kKeyStep<T> == 0 && columns == padded && view.stride[3] == 1;
     if (fits && first) return {first, view.stride[2]};
   }
   int64_t filled = round_up(count, kKeyStep<T>);
   for (int64_t j = 0; j < filled; ++j) {
     const S* row = j < count ? rows[j] : nullptr;
-    E<T>* to = scratch + j * padded;
+    E<T>* to = scratch + j * padded * kParts<T>;
     if (!row) {
-      std::memset(static_cast<void*>(to), 0, size_t(padded) * sizeof(E<T>));
+      std::memset(static_cast<void*>(to), 0, size_t(padded * kParts<T>) * sizeof(E<T>));
+    } else if constexpr (kParts<T> > 1) {
+      if (view.stride[3] == 1 && columns == padded)
+        for (int64_t d = 0; d < padded; d += 2 * N<T>)
+          store_parts(to + d, padded, split(load_wide(row + d), load_wide(row + d + N<T>), finite));
+      else
+        for (int64_t d = 0; d < padded; d += 2 * N<T>) {
+          auto of = [&](int64_t x) {
+            return load_row<A<T>>(row + x * view.stride[3], view.stride[3], columns - x);
+          };
+          store_parts(to + d, padded, split(of(d), of(d + N<T>), finite));
+        }
     } else if constexpr (kPairs<T>) {
       for (int64_t d = 0; d < padded; d += 2 * N<T>) {
         Vec<uint32_t> pairs = load_pairs(row + d * view.stride[3], view.stride[3], columns - d);
@@ -273,13 +308,40 @@ inline Straight<T> straight(const View& view, const S* first, int64_t columns, i
       for (; d < padded; ++d) to[d] = A<T>(to_float(row[d * view.stride[3]]));
     }
   }
-  return {scratch, padded};
+  return {scratch, padded * kParts<T>};
 }
 template <class S, class T>
 inline Sideways<T> sideways(const View& view, int64_t columns, const S** rows, int64_t count,
-                            const Straight<T>& straight, E<T>* scratch) {
+                            const Straight<T>& straight, E<T>* scratch, [[maybe_unused]] bool& finite) {
   if constexpr (!kPairs<T>) {
     return {straight.data, straight.ld};
+  } else if constexpr (kParts<T> > 1) {
+    const int64_t stride = view.stride[3], filled = round_up(columns, Format<T>::kRows);
+    for (int64_t j = 0; j < count; j += 2 * N<T>) {
+      bool whole = stride == 1 && j + 2 * N<T> <= count;
+      for (int64_t k = j; whole && k < j + 2 * N<T>; ++k) whole = rows[k] != nullptr;
+      for (int64_t d = 0; d < filled; d += N<T>) {
+        Vec<float> low[N<T>], high[N<T>];  // keys [j, j + N) and [j + N, j + 2 N)
+        auto load_block = [&](int64_t k, Vec<float>(&block)[N<T>]) __attribute__((always_inline)) {
+          if (whole && d + N<T> <= columns)
+#pragma GCC unroll 16
+            for (int r = 0; r < N<T>; ++r) block[r] = load_wide(rows[k + r] + d);
+          else
+            for (int r = 0; r < N<T>; ++r) {
+              const S* row = k + r < count ? rows[k + r] : nullptr;
+              block[r] = row ? load_row<A<T>>(row + d * stride, stride, columns - d) : Vec<float>{};
+            }
+          transpose<float>(block);
+        };
+        load_block(j, low);
+        load_block(j + N<T>, high);
+        E<T>* to = scratch + d * kParts<T> * kBlock + j;
+#pragma GCC unroll 16
+        for (int i = 0; i < N<T>; ++i, to += kParts<T> * kBlock)
+          store_parts(to, kBlock, split(low[i], high[i], finite));
+      }
+    }
+    return {scratch, kParts<T> * kBlock};
   } else {
     const int64_t filled = round_up(columns, Format<T>::kRows);
     for (int64_t j = 0; j < count; j += 2 * N<T>)
@@ -308,7 +370,7 @@ inline KeyBlock<T> make_block_of(const Problem<T>& problem, int64_t b, int64_t h
   const AttentionParams& p = problem.p;
   const S* rows[kBlock];
   const int64_t count = end - begin;
-  KeyBlock<T> block{begin, end, {}, {}, {}, {}, {}};
+  KeyBlock<T> block{begin, end, true, {}, {}, {}, {}, {}};
   const bool in_pieces = problem.piece_end(begin) < end;
   const ShownKeys<T> shown(problem, b, hk, begin, end);
   auto first_row = [&](const View& view, int64_t columns) -> const S* {
@@ -323,17 +385,19 @@ inline KeyBlock<T> make_block_of(const Problem<T>& problem, int64_t b, int64_t h
     block.ahead.add(operand.data + kBlock * operand.ld, operand.ld * kSize,
                     min(kBlock, problem.key_end - end), columns * kSize);
   };
-  block.key = straight<S, T>(p.key, first, p.D, problem.depth, rows, count, scratch.key);
+  block.key = straight<S, T>(p.key, first, p.D, problem.depth, rows, count, scratch.key, block.finite);
   bring_next(block.key, scratch.key, p.D);
-  if (use == Use::backward) block.key_t = sideways<S, T>(p.key, p.D, rows, count, block.key, scratch.key_t);
+  if (use == Use::backward)
+    block.key_t = sideways<S, T>(p.key, p.D, rows, count, block.key, scratch.key_t, block.finite);
   if (use == Use::scores) return block;
   first = first_row(p.value, p.Dv);
   if (scratch.value) {
-    block.value = straight<S, T>(p.value, first, p.Dv, problem.depth_v, rows, count, scratch.value);
+    block.value =
+        straight<S, T>(p.value, first, p.Dv, problem.depth_v, rows, count, scratch.value, block.finite);
     bring_next(block.value, scratch.value, p.Dv);
   }
   if (use == Use::forward)
-    block.value_t = sideways<S, T>(p.value, p.Dv, rows, count, block.value, scratch.value_t);
+    block.value_t = sideways<S, T>(p.value, p.Dv, rows, count, block.value, scratch.value_t, block.finite);
   return block;
 }
 template <class T>

@@ -3,14 +3,18 @@
 #pragma once
 #include "attention.h"
 #include "dtype.h"
-#include "gemm.h"
+#include "float_parts.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
 template <class T>
 struct FormatOf {
+#if defined(__AMX_BF16__)
+  using type = Parts;
+#else
   using type = Plain<float>;
+#endif
 };
 template <>
 struct FormatOf<double> {
@@ -55,21 +59,22 @@ constexpr int kTile = NV * N<T>;  // query rows per tile
 constexpr int64_t kBlock = 128;   // keys per block: a 128 x 32 fp32 score tile is 16 KB, half of a small L1
 template <class T>
 constexpr bool kPairs = Format<T>::kStep == 2;
+template <class T>
+constexpr int kParts = Format<T>::kParts;  // numbers of an operand per element
 // Keys per tile are rounded to this: the depth of out^T += V^T P^T, and the rows of the scores.
 template <class T>
 constexpr int64_t kKeyStep = Format<T>::kDepth > Format<T>::kRows ? Format<T>::kDepth : Format<T>::kRows;
 template <class T>
 constexpr A<T> kInf = A<T>(__builtin_inf());
 
-// f(T{}) for tensors of a dtype
+// f(T{}) for tensors of a dtype, of which some have no products where bf16 has: see `suits`.
 template <class F>
 void with_products(DType dtype, F&& f) {
   if constexpr (kPairs<bf16>)
-    f(bf16{});  // nothing else comes here: AttentionKernels::bf16_only
-  else if (dtype == DType::f64)
-    f(double{});
-  else
-    f(float{});
+    if (dtype == DType::bf16) return f(bf16{});
+  if constexpr (kPairs<float> || !kPairs<bf16>)
+    if (dtype != DType::f64) return f(float{});
+  if constexpr (!kPairs<bf16>) f(double{});
 }
 
 // b, h, i, j are a batch, query head, query row and key; hk is a key/value head.
@@ -227,6 +232,7 @@ struct Tile {
   int64_t lo_min, lo_max, hi_min, hi_max;
   int64_t vector_lo[NV], vector_hi[NV];  // keys that some row of a vector may see
   bool seen[kTile<T>];
+  bool finite;     // what has been packed of its rows
   bool whole[NV];  // no lane of the vector is empty or behind the last row
   A<T> slope[kTile<T>], diagonal[kTile<T>];
   Word<T> key1[kTile<T>], key2[kTile<T>];  // dropout: two words per row
@@ -247,6 +253,7 @@ FASTATTN_INLINE void describe(const Problem<T>& problem, int64_t b, int64_t coun
   const AttentionParams& p = problem.p;
   tile.count = int(count);
   tile.b = b;
+  tile.finite = true;
   // What a call needs not is not looked at for each row: short queries consist of this.
   for (int r = 0; r < tile.count; ++r) row_of(r, tile.head[r], tile.row[r]);
   const bool banded = p.window_left >= 0 || p.window_right >= 0;

@@ -210,6 +210,7 @@ struct Scores {
   bool biased, hidden;  // by masks
   A<T> factor;          // the score in log2 units is scores * factor
   int64_t ring;         // mask of the rows in use: all, or those of the ring
+  bool kept = false;    // weights are wanted in place of the scores, beside parts of them
 
   void take(Arena& arena, const Problem<T>& problem) {
     scores = arena.take<A<T>>(kBlock * kTile<T>);
@@ -232,9 +233,9 @@ struct Scores {
   // The products of the span.
   void multiply(const Problem<T>& problem, const Tile<T>& tile, const E<T>* query_panel, KeyBlock<T>& block) {
     for_visible(tile, block_begin, span, [&](Span part, auto vectors, int lane) {
-      Format<T>::template scores<vectors>(part.end - part.begin, problem.depth,
-                                          block.key.data + part.begin * block.key.ld, block.key.ld,
-                                          query_panel + lane, row(part.begin) + lane, &block.ahead);
+      Format<T>::template scores<vectors>(
+          part.end - part.begin, problem.depth, block.key.data + part.begin * block.key.ld, block.key.ld,
+          query_panel + lane, row(part.begin) + lane, &block.ahead, tile.finite && block.finite);
     });
   }
   // Takes over the factor, so that scores are rounded as their maximum is.

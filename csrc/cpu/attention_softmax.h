@@ -59,6 +59,55 @@ inline void raise_reference(const Problem<T>& problem, const Tile<T>& tile, cons
   }
 }
 
+// P^T of keys [from, to) as parts, in units of two keys, (j, j + N) of 2 N, that products can be formed
+// beside.
+template <class T>
+class WeighUnits {
+ public:
+  FASTATTN_INLINE WeighUnits(const Scores<T>& s, int64_t from, E<T>* weights, const State<T>& state,
+                             const Added<T>& added)
+      : factor_(s.factor), rows_(s.row(from)), to_(weights + from * kParts<T> * kTile<T>) {
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v)
+      shift_[v] = finite_or_zero(state.reference[v]), sum_[v] = added.sum[v], top_[v] = added.top[v];
+  }
+  static int64_t units(int64_t from, int64_t to) { return (to - from) / 2; }
+  // keep(v, j) is the factor of dropout of key from + j; `kept`: weights also go over the scores.
+  template <class F>
+  FASTATTN_INLINE void run(int64_t unit, bool kept, F&& keep) {
+    const int64_t j = unit + round_down(unit, N<T>);
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) {
+      V<T> p[2];
+#pragma GCC unroll 2
+      for (int u = 0; u < 2; ++u) {
+        A<T>* at = rows_ + (j + u * N<T>)*kTile<T> + v * N<T>;
+        const V<T> score = load(at);
+        top_[v] = maximum(top_[v], score);
+        p[u] = exp2<>(score * factor_ - shift_[v]);
+        sum_[v] += p[u];
+        p[u] = keep(p[u], v, j + u * N<T>);
+        if (kept) store(at, p[u]);
+      }
+      bool finite;
+      store_parts(to_ + 2 * unit * kParts<T> * kTile<T> + v * 2 * N<T>, 2 * kTile<T>,
+                  split(p[0], p[1], finite));
+    }
+  }
+  FASTATTN_INLINE void operator()(int64_t unit) {
+    run(unit, false, [](V<T> p, int, int64_t) __attribute__((always_inline)) { return p; });
+  }
+  FASTATTN_INLINE void end(Added<T>& added) const {
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) added.sum[v] = sum_[v], added.top[v] = top_[v];
+  }
+
+ private:
+  const A<T> factor_;
+  A<T>* const rows_;
+  E<T>* const to_;
+  V<T> shift_[NV], sum_[NV], top_[NV];
+};
 // P^T of keys [from, to), for kVectors vectors of the tile: into `weights` as pairs, or over the scores.
 template <int kVectors, class T>
 inline void weigh_vectors(const Problem<T>& problem, const Tile<T>& tile, const Scores<T>& s, int64_t from,
@@ -102,10 +151,19 @@ inline void weigh_vectors(const Problem<T>& problem, const Tile<T>& tile, const 
 template <class T>
 inline void weigh(const Problem<T>& problem, const Tile<T>& tile, const Scores<T>& s, int64_t from,
                   int64_t to, E<T>* weights, const State<T>& state, Added<T>& added) {
-  if (!kPairs<T> && tile.vectors == 1)
+  if constexpr (kParts<T> > 1) {
+    WeighUnits<T> units(s, from, weights, state, added);
+    const bool dropout = problem.has_dropout();
+    for (int64_t unit = 0; unit < units.units(from, to); ++unit)
+      units.run(unit, s.kept, [&](V<T> p, int v, int64_t j) {
+        return dropout ? p * dropout_keep(problem, tile, v, s.block_begin + from + j) : p;
+      });
+    units.end(added);
+  } else if (!kPairs<T> && tile.vectors == 1) {
     weigh_vectors<1>(problem, tile, s, from, to, weights, state, added);
-  else
+  } else {
     weigh_vectors<NV>(problem, tile, s, from, to, weights, state, added);
+  }
 }
 // Takes over what a block added; false where a score exceeds the headroom, or is too large for this, and the
 // block must be weighed again.
@@ -138,8 +196,8 @@ inline void add_values(const Tile<T>& tile, KeyBlock<T>& block, Span span, const
                        A<T>* out) {
   for_visible(tile, block.begin, span, [&](Span part, auto vectors, int lane) {
     Format<T>::template outputs<vectors>(rows, part.end - part.begin, block.value_t.at(0, part.begin),
-                                         block.value_t.ld, weights + part.begin * kTile<T> + lane, out + lane,
-                                         &block.ahead);
+                                         block.value_t.ld, weights + part.begin * kParts<T> * kTile<T> + lane,
+                                         out + lane, &block.ahead, block.finite);
   });
 }
 
@@ -270,7 +328,7 @@ inline void find_level(const Problem<T>& problem, const Tile<T>& tile, const E<T
   if (!level.exact) return;
   State<T> state;
   state.out = arena.take_zero<A<T>>(round_up(problem.p.Dv, Format<T>::kRows) * kTile<T>);
-  E<T>* weights = kPairs<T> ? arena.take<E<T>>(kBlock * kTile<T>) : nullptr;
+  E<T>* weights = kPairs<T> ? arena.take<E<T>>(kBlock * kParts<T> * kTile<T>) : nullptr;
   start_state(problem, tile, true, state);
   for (int64_t begin = round_down(tile.lo_min, kBlock); begin < tile.hi_max; begin += kBlock) {
     KeyBlock<T> block = make_block(problem, tile.b, tile.head[0] / problem.group, begin,

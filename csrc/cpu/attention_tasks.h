@@ -72,6 +72,49 @@ struct Work {
   }
 };
 
+#if defined(__AMX_BF16__)
+// What is gained by products of parts, in nanoseconds: a tile and kBlock keys take less the more columns
+// there are, but tiles and keys must be packed. Measured beside Plain.
+inline double gain_of_parts(const Problem<float>& problem, double tiles) {
+  const AttentionParams& p = problem.p;
+  const double columns = double(p.D + p.Dv), padded = double(problem.depth + problem.depth_v);
+  const double of_block = 41 * columns - 20 * padded - 700;
+  if (of_block <= 0 || problem.tiles == 0) return 0;
+  double keys = 0;
+  for (int64_t i = 0; i < p.L; i += kTile<float>) {
+    int64_t lo, hi, begin, end;
+    problem.band(i, begin, hi);
+    problem.band(min(i + kTile<float>, p.L) - 1, lo, end);
+    keys += double(max(0, end - begin));
+  }
+  const double own = double(problem.tiles), per_task = min(own, max(4.0, min(16.0, tiles / 16)));
+  const double visits = double(problem.group) * keys / kBlock * min(1.0, double(p.L) / kTile<float>);
+  const double blocks = own / per_task * double(max(0, problem.key_end - problem.key_begin)) / kBlock;
+  return double(p.B * p.Hkv) * (of_block * visits - 33 * columns * blocks - 6 * columns * own);
+}
+#endif
+// Whether these kernels are the best for a call: where bf16 has products of its own, any other dtype must
+// gain from them.
+inline bool suits(const AttentionParams& p) {
+  if (!kPairs<bf16>) return true;
+  if (p.query.dtype == DType::bf16) return true;
+#if defined(__AMX_BF16__)
+  if (p.query.dtype == DType::f64 || p.Hkv == 0 || p.H / p.Hkv * p.L < 64 || p.S < 64) return false;
+  const Problems<float, AttentionParams> problems(p);
+  Work all;
+  double gain = 0;
+  for (int64_t n = 0; n < problems.count(); ++n)
+    problems.with(n, [&](const Problem<float>& problem, const AttentionParams&) { all.add(problem); });
+  for (int64_t n = 0; n < problems.count(); ++n)
+    problems.with(n, [&](const Problem<float>& problem, const AttentionParams&) {
+      gain += gain_of_parts(problem, double(all.tiles));
+    });
+  return gain > 0;
+#else
+  return false;
+#endif
+}
+
 // The tasks of all problems in one row, those of the largest first, and the tasks that merge what they found.
 // A Plan says how one problem is cut: into how many `tasks` and `merges`, and what `memory` they share.
 template <class Plan>

@@ -32,7 +32,8 @@ inline void weights(const AttentionWeightsParams& p, const Parallel& parallel) {
     const int64_t row = task % plan.row_tiles * kTile<T>, h0 = task / plan.row_tiles % plan.outer,
                   b = task / plan.row_tiles / plan.outer;
     Tile<T>* tiles = arena.take<Tile<T>>(inner);
-    E<T>* panels = arena.take<E<T>>(inner * problem.depth * kTile<T>);
+    const int64_t panel = problem.depth * kParts<T> * kTile<T>;
+    E<T>* panels = arena.take<E<T>>(inner * panel);
     Level<T>* levels = arena.take<Level<T>>(inner);
     A<T>* sum = arena.take<A<T>>(kBlock * kTile<T>);
     Scores<T> s;
@@ -42,8 +43,8 @@ inline void weights(const AttentionWeightsParams& p, const Parallel& parallel) {
     for (int64_t x = 0; x < inner; ++x) {
       make_tile_of_head(problem, b, h0 + x, row, tiles[x]);
       hide_unused(tiles[x]);
-      pack_transposed(tiles[x], p.query, p.D, problem.depth, panels + x * problem.depth * kTile<T>);
-      find_level(problem, tiles[x], panels + x * problem.depth * kTile<T>, arena, scratch, s, levels[x]);
+      pack_transposed(tiles[x], p.query, p.D, problem.depth, panels + x * panel);
+      find_level(problem, tiles[x], panels + x * panel, arena, scratch, s, levels[x]);
     }
     for (int64_t begin = 0; begin < p.S; begin += kBlock) {
       const int64_t end = min(begin + kBlock, p.S);
@@ -52,8 +53,7 @@ inline void weights(const AttentionWeightsParams& p, const Parallel& parallel) {
       for (int64_t x = 0; x < inner; ++x) {
         if (x == 0 || (h0 + x) % problem.group == 0)
           block = make_block(problem, b, (h0 + x) / problem.group, begin, end, Use::scores, scratch);
-        if (!score_tile(problem, tiles[x], panels + x * problem.depth * kTile<T>, block, s, nullptr))
-          continue;
+        if (!score_tile(problem, tiles[x], panels + x * panel, block, s, nullptr)) continue;
         if (levels[x].exact) s.apply_factor();
         for (int64_t j = s.span.begin; j < s.end - begin; ++j)
 #pragma GCC unroll 4
@@ -109,12 +109,13 @@ class HeldWeights {
     V<T>* references;
   };
   void of_tiles(int64_t b, int64_t h0, int64_t first, int64_t count) const {
+    typename Format<T>::Configuration configuration;
     Arena& arena = thread_arena();
     Arena::Scope scope(arena);
     const int64_t blocks = keys_ / kBlock, rows_v = round_up(p_.Dv, Format<T>::kRows);
     Held* all = arena.take<Held>(count);
     for (Held* held = all; held < all + count; ++held) {
-      held->panel = arena.take<E<T>>(problem_.depth * kTile<T>);
+      held->panel = arena.take<E<T>>(problem_.depth * kParts<T> * kTile<T>);
       held->state.out = arena.take<A<T>>(rows_v * kTile<T>);
       held->weights = arena.take<A<T>>(keys_ * kTile<T>);
       held->sum = arena.take_zero<A<T>>(keys_ * kTile<T>);
@@ -143,6 +144,7 @@ class HeldWeights {
                                     held->weights + n * kBlock * kTile<T>);
           for (int v = 0; v < NV; ++v) held->references[n * NV + v] = held->state.reference[v];
         }
+        step.finish();
       }
       for (Held* held = all; held < all + count; ++held) {
         finish_tile(problem_, held->tile, held->state);
@@ -175,7 +177,7 @@ class HeldWeights {
 
 template <class T>
 inline void forward_with_weights(const AttentionWeightsParams& p, const Parallel& parallel) {
-  if constexpr (!kPairs<T>)
+  if constexpr (kSame<T, A<T>>)
     if (p.H > 0)
       if (const HeldWeights<T> held(p); held.fit()) return held.run(parallel);
   forward<T>(p, parallel);

@@ -1,7 +1,7 @@
 // From an operator to its kernels: a header and a line per operator.
 #include <initializer_list>
 #include <string_view>
-#include <type_traits>
+#include <vector>
 
 #include "aggregation.h"
 #include "attention.h"
@@ -26,22 +26,21 @@ Variant(const char*, const Kernels&) -> Variant<Kernels>;  // older clang does n
 template <class Kernels, class... Arguments>
 Kernels kernels_of(const Kernels& (*)(Arguments...));  // only its type
 
+// The variants up to the chosen instruction set, strongest first. They are listed weakest first; not every
+// operator has one for each instruction set, but all have the weakest.
 template <class Kernels>
-bool bf16_only(const Kernels& kernels) {
-  if constexpr (requires { kernels.bf16_only; }) return kernels.bf16_only;
-  return false;
+std::vector<const Kernels*> supported(std::initializer_list<Variant<Kernels>> variants) {
+  std::vector<const Kernels*> found;
+  for (const Variant<Kernels>& variant : variants)
+    for (size_t i = 0; i <= chosen_isa(); ++i)
+      if (std::string_view(variant.isa) == isas().data[i].name) found.insert(found.begin(), &variant.kernels);
+  return found;
 }
-
-// The strongest variant up to the chosen instruction set. Both are listed weakest first; not every operator
-// has a variant for each, but all have the weakest.
-template <class Kernels>
-const Kernels& strongest(std::initializer_list<Variant<Kernels>> variants, bool bf16) {
-  const Variant<Kernels>* best = variants.begin();
-  for (size_t i = 0; i <= chosen_isa(); ++i)
-    for (const Variant<Kernels>& variant : variants)
-      if (std::string_view(variant.isa) == isas().data[i].name && (bf16 || !bf16_only(variant.kernels)))
-        best = &variant;
-  return best->kernels;
+template <class Kernels, class Call>
+const Kernels& first_that_suits(const std::vector<const Kernels*>& kernels, const Call& call) {
+  for (const Kernels* candidate : kernels)
+    if (candidate->suits(call)) return *candidate;
+  return *kernels.back();
 }
 
 }  // namespace
@@ -52,25 +51,26 @@ const Kernels& strongest(std::initializer_list<Variant<Kernels>> variants, bool 
   extern const decltype(kernels_of(&fastattn::name##_kernels)) name##_kernels; \
   }
 #define FASTATTN_VARIANT(name, isa) Variant{#isa, isa::name##_kernels},
-#define FASTATTN_STRONGEST(name, ...) strongest({FASTATTN_VARIANTS_##name(FASTATTN_VARIANT)}, __VA_ARGS__)
-#define FASTATTN_OPERATOR(name)                                   \
-  FASTATTN_VARIANTS_##name(FASTATTN_DECLARE);                     \
-  auto name##_kernels() -> decltype(fastattn::name##_kernels()) { \
-    static auto& chosen = FASTATTN_STRONGEST(name, false);        \
-    return chosen;                                                \
+#define FASTATTN_SUPPORTED(name) supported({FASTATTN_VARIANTS_##name(FASTATTN_VARIANT)})
+#define FASTATTN_OPERATOR(name)                                       \
+  FASTATTN_VARIANTS_##name(FASTATTN_DECLARE);                         \
+  auto name##_kernels() -> decltype(fastattn::name##_kernels()) {     \
+    static const auto& strongest = *FASTATTN_SUPPORTED(name).front(); \
+    return strongest;                                                 \
   }
-#define FASTATTN_OPERATOR_OF_DTYPE(name)                                                                 \
-  FASTATTN_VARIANTS_##name(FASTATTN_DECLARE);                                                            \
-  auto name##_kernels(DType dtype) -> decltype(fastattn::name##_kernels(dtype)) {                        \
-    static auto &of_bf16 = FASTATTN_STRONGEST(name, true), &of_others = FASTATTN_STRONGEST(name, false); \
-    return dtype == DType::bf16 ? of_bf16 : of_others;                                                   \
+// Where it depends on the call which variant is the best.
+#define FASTATTN_OPERATOR_OF(name, Call)                                       \
+  FASTATTN_VARIANTS_##name(FASTATTN_DECLARE);                                  \
+  auto name##_kernels(Call call) -> decltype(fastattn::name##_kernels(call)) { \
+    static const auto kernels = FASTATTN_SUPPORTED(name);                      \
+    return first_that_suits(kernels, call);                                    \
   }
 
 FASTATTN_OPERATOR(aggregation)
-FASTATTN_OPERATOR_OF_DTYPE(attention)
+FASTATTN_OPERATOR_OF(attention, const AttentionParams&)
 FASTATTN_OPERATOR(graph)
 FASTATTN_OPERATOR(graph_attention)
-FASTATTN_OPERATOR_OF_DTYPE(linear_attention)
+FASTATTN_OPERATOR_OF(linear_attention, DType)
 FASTATTN_OPERATOR(roof)
 
 }  // namespace fastattn

@@ -16,6 +16,8 @@
 // An operand format says how products are formed:
 //   Plain<E>  E in {float, double}: one FMA per element
 //   Pair      bf16 pairs along K, accumulated in fp32, B as [K/2][N][2]: vdpbf16ps or AMX tiles
+//   Parts     (float_parts.h) fp32 as three bf16: AMX tiles
+// The last argument of a product says whether all that its operands were packed from is finite.
 #pragma once
 #include "simd.h"
 
@@ -94,6 +96,7 @@ struct Plain {
   using Element = E;
   using Accumulator = E;
   static constexpr int kStep = 1;         // elements along K that one multiplication takes
+  static constexpr int kParts = 1;        // of a number
   static constexpr int kDepth = 1;        // K must be a multiple of this
   static constexpr int kRows = 1;         // M must be a multiple of this
   using Configuration = NoConfiguration;  // what a thread needs while it computes
@@ -190,7 +193,8 @@ struct Plain {
 
   // NV vectors of the tile, from wherever b and c point to.
   template <int NV = kColumns>
-  static void scores(int64_t M, int64_t K, const E* a, int64_t ld, const E* b, E* c, Ahead* ahead = nullptr) {
+  static void scores(int64_t M, int64_t K, const E* a, int64_t ld, const E* b, E* c, Ahead* ahead,
+                     bool /*finite*/) {
     if (K == 0) {
       for (int64_t m = 0; m < M; ++m)
         for (int v = 0; v < NV; ++v) store(c + m * kWide + v * kLanes<E>, Vec<E>{});
@@ -199,14 +203,14 @@ struct Plain {
     in_shares<Product::scores, NV>(M, K, a, ld, ld, b, c, ahead);
   }
   template <int NV = kColumns>
-  static void outputs(int64_t M, int64_t K, const E* a, int64_t ld, const E* b, E* c,
-                      Ahead* ahead = nullptr) {
+  static void outputs(int64_t M, int64_t K, const E* a, int64_t ld, const E* b, E* c, Ahead* ahead,
+                      bool /*finite*/) {
     if (K == 0) return;
     in_shares<Product::outputs, NV>(M, K, a, ld, 1, b, c, ahead);
   }
   // N is a multiple of the vector length, and the distance of the rows of b and c. K > 0 counts the query
   // rows.
-  static void keys(int64_t M, int64_t K, int64_t N, const E* a, const E* b, E* c) {
+  static void keys(int64_t M, int64_t K, int64_t N, const E* a, const E* b, E* c, bool /*finite*/) {
     for (int64_t n = 0; n < N; n += kWide) {
       const Tile* tiles = N - n < kWide ? table<Product::keys, 1>.rows : table<Product::keys>.rows;
       for_row_shares(M, [&](int64_t m, int64_t rows) {
@@ -236,6 +240,7 @@ struct Pair {
   using Element = bf16;
   using Accumulator = float;
   static constexpr int kStep = 2;
+  static constexpr int kParts = 1;
   static constexpr int64_t kWide = kColumns * kLanes<float>;
 #if defined(__AMX_BF16__)
   static constexpr int kDepth = 32;
@@ -358,8 +363,8 @@ struct Pair {
 
   // The whole tile always: matrix tiles gain little from less.
   template <int NV = kColumns>
-  static void scores(int64_t M, int64_t K, const bf16* a, int64_t ld, const bf16* b, float* c,
-                     Ahead* = nullptr) {
+  static void scores(int64_t M, int64_t K, const bf16* a, int64_t ld, const bf16* b, float* c, Ahead*,
+                     bool /*finite*/) {
     static_assert(NV == kColumns);
     gemm(M, kWide, K, a, ld, b, kWide, c, kWide, false);
   }
@@ -383,7 +388,7 @@ struct Pair {
       return;
     }
 #endif
-    scores(M, K, a, ld, b, c);
+    scores(M, K, a, ld, b, c, nullptr, true);
   }
   static bool hold([[maybe_unused]] int64_t K, [[maybe_unused]] const bf16* b) {
 #if defined(__AMX_BF16__)
@@ -400,13 +405,13 @@ struct Pair {
     return false;
   }
   template <int NV = kColumns>
-  static void outputs(int64_t M, int64_t K, const bf16* a, int64_t ld, const bf16* b, float* c,
-                      Ahead* = nullptr) {
+  static void outputs(int64_t M, int64_t K, const bf16* a, int64_t ld, const bf16* b, float* c, Ahead*,
+                      bool /*finite*/) {
     static_assert(NV == kColumns);
     gemm(M, kWide, K, a, ld, b, kWide, c, kWide, true);
   }
   // Rows behind the last are zero, up to the whole tile.
-  static void keys(int64_t M, int64_t, int64_t N, const bf16* a, const bf16* b, float* c) {
+  static void keys(int64_t M, int64_t, int64_t N, const bf16* a, const bf16* b, float* c, bool /*finite*/) {
     gemm(M, N, kWide, a, kWide, b, N, c, N, true);
   }
 };

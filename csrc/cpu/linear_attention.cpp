@@ -24,11 +24,13 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-// f(T{}) for tensors of a dtype
+// Where bf16 has products of its own any other dtype is a weaker variant's.
+constexpr bool has_products(DType dtype) { return !kPairs<bf16> || dtype == DType::bf16; }
+// f(T{}) for tensors of such a dtype
 template <class F>
 void with_products(DType dtype, F&& f) {
   if constexpr (kPairs<bf16>)
-    f(bf16{});  // nothing else comes here: LinearAttentionKernels::bf16_only
+    f(bf16{});  // nothing else comes here: has_products
   else if (dtype == DType::f64)
     f(double{});
   else
@@ -55,7 +57,7 @@ void step_of_dtype(const LinearAttentionStepParams& p, const Parallel& parallel)
 }  // namespace
 
 extern const LinearAttentionKernels linear_attention_kernels;
-const LinearAttentionKernels linear_attention_kernels = {kPairs<bf16>, forward_of_dtype, backward_of_dtype,
+const LinearAttentionKernels linear_attention_kernels = {has_products, forward_of_dtype, backward_of_dtype,
                                                          step_of_dtype};
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -52,7 +52,7 @@ struct LinearAttentionStepParams {
 };
 
 struct LinearAttentionKernels {
-  bool bf16_only;  // where bf16 has products of its own: any other dtype is a weaker variant's
+  bool (*suits)(DType);  // any other dtype is a weaker variant's
   void (*forward)(const LinearAttentionParams&, const Parallel&);
   void (*backward)(const LinearAttentionGradParams&, const Parallel&);
   void (*step)(const LinearAttentionStepParams&, const Parallel&);
