@@ -94,18 +94,18 @@ def test_magnitudes_in_large(power):
     check(call(case, require("cpu"), only=("value",)), case)
 
 
-def test_hidden_values_in_large():
-    """What no query sees influences nothing, whatever it holds."""
+@pytest.mark.parametrize("softcap", (0.0, 20.0))
+@pytest.mark.parametrize("bad", (math.nan, math.inf, 3e38))
+def test_hidden_values_in_large(bad, softcap):
+    """What no query sees influences nothing, whatever it holds: 3e38 makes scores that are inf - inf."""
     torch.manual_seed(0)
     query, key, value, grad = (torch.randn(1, 2, 256, 128) for _ in range(4))
     shown = torch.rand(1, 256) < 0.7
-    clean = outcome(require("cpu"), query, key, value, grad, key_padding_mask=shown)
-    for bad in (math.nan, math.inf):
-        spoilt = [t.masked_fill(~shown.view(1, 1, 256, 1), bad) for t in (key, value)]
-        for got, right in zip(
-            outcome("cpu", query, *spoilt, grad, key_padding_mask=shown), clean, strict=True
-        ):
-            assert torch.equal(got, right)
+    options = {"key_padding_mask": shown, "softcap": softcap}
+    clean = outcome(require("cpu"), query, key, value, grad, **options)
+    spoilt = [t.masked_fill(~shown.view(1, 1, 256, 1), bad) for t in (key, value)]
+    for got, right in zip(outcome("cpu", query, *spoilt, grad, **options), clean, strict=True):
+        assert torch.equal(got, right)
 
 
 def test_weights_beside_the_output_in_large():
@@ -122,3 +122,16 @@ def test_weights_beside_the_output_in_large():
         torch.ones(256, 256, dtype=torch.bool).triu(1), -math.inf
     )
     torch.testing.assert_close(weights.double(), score.softmax(-1).mean(1), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("average", (False, True))
+def test_weights_beside_a_biased_output_in_large(average):
+    """Scores are formed in several places, and rounded in one way in all of them."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 16, 256, 64) for _ in range(3))
+    options = (torch.randn(1, 1, 256, 256), None, None, None, None, 0.7)
+    beside = torch.ops.fastattn.attention_forward_with_weights(
+        query, key, value, *options, 0.0, -1, -1, False, 0.0, average
+    )
+    alone = torch.ops.fastattn.attention_forward(query, key, value, *options)
+    assert torch.equal(beside[0], alone[0]) and torch.equal(beside[1], alone[1])

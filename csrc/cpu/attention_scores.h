@@ -245,10 +245,11 @@ struct Scores {
       for (int v = 0; v < NV; ++v) store(row(j) + v * N<T>, load(row(j) + v * N<T>) * factor);
     factor = 1;
   }
-  // The general case of `transform`: `keys` rows that begin with key `from` of the block.
+  // The general case of `transform`: `keys` rows that begin with key `from` of the block. Never inlined:
+  // whether a product and a sum are rounded once or twice is then the same wherever scores are formed again.
   template <bool kBent>  // by a softcap or slopes
-  void to_log2_units(const Problem<T>& problem, const Tile<T>& tile, A<T>* rows, int64_t from, int64_t keys,
-                     A<T>* bend) const {
+  __attribute__((noinline)) void to_log2_units(const Problem<T>& problem, const Tile<T>& tile, A<T>* rows,
+                                               int64_t from, int64_t keys, A<T>* bend) const {
     const AttentionParams& p = problem.p;
     const A<T> cap = kBent ? A<T>(p.softcap) : A<T>(0), cap_log2 = A<T>(p.softcap * kLog2e);
     const A<T> scale = A<T>(cap > 0 ? p.scale : p.scale * kLog2e);
@@ -266,7 +267,8 @@ struct Scores {
           if (kBent && cap > 0) {
             V<T> t = tanh(s * inverse_cap);
             s = t * cap_log2;
-            if (bend) store(bend + (from + j) * kTile<T> + v * N<T>, A<T>(1) - t * t);
+            // A score that is NaN may be hidden, and its gradient 0.
+            if (bend) store(bend + (from + j) * kTile<T> + v * N<T>, t == t ? A<T>(1) - t * t : V<T>{});
           }
           if (kBent && p.alibi.data) {
             V<T> distance = load(tile.diagonal + v * N<T>) - A<T>(first + j);
