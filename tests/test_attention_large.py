@@ -2,6 +2,7 @@
 
 import math
 
+import kv_cache_cases
 import pytest
 import torch
 from attention_cases import INPUTS, call, check, make_case
@@ -135,3 +136,15 @@ def test_weights_beside_a_biased_output_in_large(average):
     )
     alone = torch.ops.fastattn.attention_forward(query, key, value, *options)
     assert torch.equal(beside[0], alone[0]) and torch.equal(beside[1], alone[1])
+
+
+def test_pages_in_large():
+    """Of whatever size they are, a call is worth as much, and formed of the same products."""
+    results = []
+    for page_size in (None, 16, 48, 256):
+        case = kv_cache_cases.make_case((300, 0, 70), L=130, D=128, page_size=page_size, is_causal=True)
+        results.append(kv_cache_cases.call(case, require("cpu")))
+    kv_cache_cases.check(results[-1], case)
+    for result in results[:-1]:
+        for name in ("out", "lse"):
+            assert torch.equal(result[name], results[-1][name])

@@ -99,7 +99,8 @@ inline bool suits(const AttentionParams& p) {
   if (!kPairs<bf16>) return true;
   if (p.query.dtype == DType::bf16) return true;
 #if defined(__AMX_BF16__)
-  if (p.query.dtype == DType::f64 || p.Hkv == 0 || p.H / p.Hkv * p.L < 64 || p.S < 64) return false;
+  if (p.query.dtype == DType::f64 || p.Hkv == 0 || p.H / p.Hkv * p.L < 64) return false;
+  if (p.S < 64 && !p.sequences) return false;  // the S of paged caches is that of a page
   const Problems<float, AttentionParams> problems(p);
   Work all;
   double gain = 0;
