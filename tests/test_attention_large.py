@@ -66,10 +66,11 @@ def outcome(impl, query, key, value, grad, **options):
 
 @pytest.mark.parametrize("place", range(4))
 @pytest.mark.parametrize("bad", (math.nan, math.inf, -math.inf))
-def test_what_is_not_finite_in_large(bad, place):
+@pytest.mark.parametrize("D", (100, 128))
+def test_what_is_not_finite_in_large(D, bad, place):
     """Where it is seen it stays as it is: a NaN, an infinity of its sign, and nothing beside it."""
     torch.manual_seed(0)
-    tensors = [torch.randn(1, 2, 256, 128) for _ in range(4)]
+    tensors = [torch.randn(1, 2, 256, D) for _ in range(4)]
     tensors[place][0, 1, 77, 5] = bad
     tensors[place][0, 1, 200, 64] = bad
     query, key, value, grad = tensors
@@ -83,6 +84,26 @@ def test_what_is_not_finite_in_large(bad, place):
     out, right = outcome(require("cpu"), *tensors)[0], expected[0]
     assert torch.equal(out.isnan(), right.isnan())
     assert torch.equal(out.isposinf(), right.isposinf()) and torch.equal(out.isneginf(), right.isneginf())
+
+
+@pytest.mark.parametrize("bad", (math.nan, math.inf, -math.inf))
+def test_gradients_that_are_not_finite_in_large(bad):
+    """An infinity times a weight that is a bf16, whose other parts are zero, stays an infinity."""
+    torch.manual_seed(0)
+    query, key, value, grad = (torch.randn(1, 2, 256, 128) for _ in range(4))
+    grad[0, 1, 77, 5] = bad
+    grad_value = outcome(require("cpu"), torch.zeros_like(query), key, value, grad)[3]
+    expected = (grad.double().sum(2, keepdim=True) / 256).expand(1, 2, 256, 128)
+    torch.testing.assert_close(grad_value.double(), expected, equal_nan=True, rtol=1e-5, atol=1e-6)
+
+
+def test_nan_in_the_last_bits_in_large():
+    """A NaN whose upper half is that of an infinity stays one."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 256, 128) for _ in range(3))
+    value.view(torch.int32)[0, 1, 77, 5] = 0x7F800001
+    out = fastattn.scaled_dot_product_attention(query, key, value, impl=require("cpu"))
+    assert out[0, 1, :, 5].isnan().all() and out.isnan().sum() == 256
 
 
 @pytest.mark.parametrize("power", (-40, -20, 20, 50))
@@ -111,7 +132,7 @@ def test_hidden_values_in_large(bad, softcap):
 
 def test_weights_beside_the_output_in_large():
     torch.manual_seed(0)
-    query, key, value = (torch.randn(2, 8, 256, 64) for _ in range(3))
+    query, key, value = (torch.randn(2, 8, 256, 128) for _ in range(3))
     out, lse, weights = torch.ops.fastattn.attention_forward_with_weights(
         query, key, value, None, None, None, None, None, 0.125, 0.0, -1, 0, False, 0.0, True
     )
@@ -122,7 +143,12 @@ def test_weights_beside_the_output_in_large():
     score = (query.double() @ key.double().mT * 0.125).masked_fill(
         torch.ones(256, 256, dtype=torch.bool).triu(1), -math.inf
     )
-    torch.testing.assert_close(weights.double(), score.softmax(-1).mean(1), rtol=1e-5, atol=1e-7)
+    expected = score.softmax(-1).mean(1)
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-7)
+    later = torch.ops.fastattn.attention_weights(
+        query, key, lse, None, None, None, None, None, 0.125, 0.0, -1, 0, False, 0.0, True
+    )
+    torch.testing.assert_close(later.double(), expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("average", (False, True))
