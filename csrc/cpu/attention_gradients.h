@@ -178,7 +178,7 @@ inline bool grad_score_tile(const Problem<T>& problem, const Tile<T>& tile, Grad
       }
     }
     if constexpr (kParts<T> > 1) {
-      bool finite;
+      bool finite = true;
       const int64_t row = (at + j * kTile<T>)*kParts<T>;
       store_parts(scratch.weights_rows + row, kTile<T>, split(kept_rows[0], kept_rows[1], finite));
       store_parts(scratch.grad_rows + row, kTile<T>, split(grad_rows[0], grad_rows[1], finite));
@@ -200,7 +200,7 @@ inline void grad_products(const Problem<T>& problem, const Tile<T>& tile, GradTi
   const E<T>* grads;
   const E<T>* pairs;
   if constexpr (kParts<T> > 1) {
-    bool finite;
+    bool finite = true;
     for (int64_t j0 = 0; j0 < keys; j0 += 2 * N<T>)
       for (int64_t j = 0; j < N<T>; ++j)
 #pragma GCC unroll 4

@@ -245,11 +245,10 @@ struct Scores {
       for (int v = 0; v < NV; ++v) store(row(j) + v * N<T>, load(row(j) + v * N<T>) * factor);
     factor = 1;
   }
-  // The general case of `transform`: `keys` rows that begin with key `from` of the block. Never inlined:
-  // whether a product and a sum are rounded once or twice is then the same wherever scores are formed again.
+  // The general case of `transform`: `keys` rows that begin with key `from` of the block.
   template <bool kBent>  // by a softcap or slopes
-  __attribute__((noinline)) void to_log2_units(const Problem<T>& problem, const Tile<T>& tile, A<T>* rows,
-                                               int64_t from, int64_t keys, A<T>* bend) const {
+  void to_log2_units(const Problem<T>& problem, const Tile<T>& tile, A<T>* rows, int64_t from, int64_t keys,
+                     A<T>* bend) const {
     const AttentionParams& p = problem.p;
     const A<T> cap = kBent ? A<T>(p.softcap) : A<T>(0), cap_log2 = A<T>(p.softcap * kLog2e);
     const A<T> scale = A<T>(cap > 0 ? p.scale : p.scale * kLog2e);
@@ -280,6 +279,14 @@ struct Scores {
         }
       }
   }
+  // Where parts are used, scores are formed in several places: not inlined, a product and a sum are rounded
+  // together in all of them or in none.
+  template <bool kBent>
+  __attribute__((noinline)) void to_log2_units_apart(const Problem<T>& problem, const Tile<T>& tile,
+                                                     A<T>* rows, int64_t from, int64_t keys,
+                                                     A<T>* bend) const {
+    to_log2_units<kBent>(problem, tile, rows, from, keys, bend);
+  }
   // From q.k to log2 units (up to `factor`) with hidden scores at -inf, keys [from, to) of the block. `bend`
   // receives d(capped score) / d(scaled score) where there is a softcap.
   void transform(const Problem<T>& problem, const Tile<T>& tile, int64_t from, int64_t to, A<T>* bend) {
@@ -288,10 +295,13 @@ struct Scores {
     const int64_t keys = to - from, first = block_begin + from, last = min(end, block_begin + to);
     factor = A<T>(p.scale * kLog2e);
     if (problem.general) {
-      if (p.softcap > 0 || p.alibi.data)
-        to_log2_units<true>(problem, tile, rows, from, last - first, bend);
+      const bool bent = p.softcap > 0 || p.alibi.data;
+      if constexpr (kParts<T> > 1)
+        bent ? to_log2_units_apart<true>(problem, tile, rows, from, last - first, bend)
+             : to_log2_units_apart<false>(problem, tile, rows, from, last - first, bend);
       else
-        to_log2_units<false>(problem, tile, rows, from, last - first, bend);
+        bent ? to_log2_units<true>(problem, tile, rows, from, last - first, bend)
+             : to_log2_units<false>(problem, tile, rows, from, last - first, bend);
       if (bend)  // dS is 0 in the rows behind the last key; so must be what it is multiplied with
         for (int64_t x = (last - block_begin) * kTile<T>; x < to * kTile<T>; x += N<T>)
           store(bend + x, V<T>{});

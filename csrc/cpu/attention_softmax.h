@@ -89,7 +89,7 @@ class WeighUnits {
         p[u] = keep(p[u], v, j + u * N<T>);
         if (kept) store(at, p[u]);
       }
-      bool finite;
+      bool finite = true;
       store_parts(to_ + 2 * unit * kParts<T> * kTile<T> + v * 2 * N<T>, 2 * kTile<T>,
                   split(p[0], p[1], finite));
     }

@@ -86,6 +86,7 @@ class HeldWeights {
     all.add(problem_);
     const ForwardPlan<T> forward(problem_, p_, all, 1);
     if (forward.few_rows || forward.few_keys || forward.splits > 1) return;
+    if (problem_.flat && problem_.group > 1) return;  // whose tiles are of rows of several heads
     fit_ = min(kMost, kMemory / (2 * keys_ * kTile<T> * int64_t(sizeof(A<T>))));
   }
   bool fit() const { return fit_ > 0; }

@@ -4,7 +4,7 @@
 //   a b = a0 b0 + (a0 b1 + a1 b0) + (a0 b2 + a1 b1 + a2 b0) + less than 2^-23 |a b|
 //
 // Six multiplications of tiles take a third of the time of one by vectors, and sums are in fp32 either way.
-// Parts below the smallest normal number count as zero, so that floats below 2^-110 lose bits.
+// Parts below the smallest normal number count as zero, so that floats and products below 2^-110 lose bits.
 //
 // Operands hold pairs along K as in the format Pair, and pair i of 32 elements is (i, i + 16):
 //   A  [M][3][K]         rows `ld` apart
