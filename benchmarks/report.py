@@ -69,7 +69,7 @@ def judge(bar: Bar, results: Iterable[CaseResult]) -> BarResult:
 
 
 def _of_fastest_unit(result: CaseResult, contestant: str) -> float:
-    """bf16 is held to the dot product of pairs, which matrix tiles leave far behind."""
+    """Bars hold to what vectors can do, which matrix tiles leave far behind."""
     every = result.roof_fraction.values()
     return min((roof[contestant].median for roof in every if contestant in roof), default=0.0)
 

@@ -2,14 +2,15 @@
 
 "fp32" and "bf16" are register-only multiply-add loops of the native library (csrc/cpu/roof.cpp), "bf16_tile"
 the same for matrix tiles where the processor has them. A processor that cannot multiply bf16 widens it: its
-roof is that of fp32. "matmul" is a 1024^3 fp32 torch.matmul: processors lower their clock where operands come
-from memory, by a sixth on some, so that no product reaches the roof of registers. Without the native library
-it stands in for that.
+roof is that of fp32. "fp32_tile" is what "bf16_tile" leaves of fp32 products of three parts each, a sixth.
+"matmul" is a 1024^3 fp32 torch.matmul: processors lower their clock where operands come from memory, by a
+sixth on some, so that no product of vectors reaches the roof of registers. Without the native library it
+stands in for that.
 "copy" is a copy between two buffers larger than the private caches, read + write; "read" is a sum over one.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,7 +19,8 @@ from fastattn import _native
 
 from .runner import time_calls
 
-KINDS = ("fp32", "bf16", "bf16_tile", "matmul", "copy", "read")
+KINDS = ("fp32", "fp32_tile", "bf16", "bf16_tile", "matmul", "copy", "read")
+TILES_OF_FP32 = 6  # products of parts, see docs/attention.md
 COPY_BYTES = 128 << 20
 MATMUL_SIZE = 1024
 # One call has to be long beside the start of the threads, which takes milliseconds where cores are shared.
@@ -83,6 +85,9 @@ def _find(kind: str) -> Roof | None:
         return _matmul(kind)
     if kind == "bf16_tile":
         return _register_loop(kind, kind)
+    if kind == "fp32_tile":
+        tile = _register_loop(kind, "bf16_tile")
+        return tile and replace(tile, work=tile.work / TILES_OF_FP32)
     return _register_loop(kind, kind) or _register_loop(kind, "fp32") or _matmul(kind)
 
 

@@ -336,11 +336,22 @@ def test_the_roof_of_bf16_without_an_instruction_is_that_of_fp32(monkeypatch):
     monkeypatch.setattr(
         roof_module, "_register_loop", lambda kind, name: loop(kind, name) if name == "fp32" else None
     )
-    found = roof_module.roofs(("fp32", "bf16", "bf16_tile"))
+    found = roof_module.roofs(("fp32", "fp32_tile", "bf16", "bf16_tile"))
     assert set(found) == {"fp32", "bf16"}
     assert found["bf16"].kind == "bf16"
     assert "fp32" in found["bf16"].source
     assert found["bf16"].unit == "GFLOP/s"
+
+
+def test_the_roof_of_fp32_on_tiles_is_a_sixth_of_that_of_bf16(monkeypatch):
+    monkeypatch.setattr(
+        roof_module, "_register_loop", lambda kind, name: roof_module.Roof(kind, name, 600.0, list)
+    )
+    found = roof_module.roofs(("fp32_tile", "bf16_tile"))
+    assert {kind: (roof.source, roof.work) for kind, roof in found.items()} == {
+        "fp32_tile": ("bf16_tile", 100.0),
+        "bf16_tile": ("bf16_tile", 600.0),
+    }
 
 
 def test_a_roof_call_is_long_beside_the_start_of_threads():
@@ -358,9 +369,9 @@ def test_no_bar_is_met_by_a_disturbed_roof():
         result.roof_fraction = {"fp32": {bar.contestant: Spread(fraction, fraction, fraction)}}
         assert report.judge(bar, [result]).verdict == verdict
     # Six times the peak of one unit is no disturbance where another unit did the work.
-    result = CaseResult("case", ("tag",), roof="bf16")
-    for tiles, verdict in ((0.2, "met"), (3.0, "not measured")):
-        fractions = {"bf16": 6.0, "bf16_tile": tiles}
+    for dtype, (tiles, verdict) in itertools.product(("fp32", "bf16"), ((0.2, "met"), (3.0, "not measured"))):
+        result = CaseResult("case", ("tag",), roof=dtype)
+        fractions = {dtype: 6.0, f"{dtype}_tile": tiles}
         result.roof_fraction = {k: {bar.contestant: Spread(f, f, f)} for k, f in fractions.items()}
         assert report.judge(bar, [result]).verdict == verdict
 
