@@ -42,8 +42,8 @@ X86_64 = {
 }
 ISAS = {"x86_64": X86_64, "aarch64": {"neon": ""}}.get(platform.machine(), {"baseline": ""})
 # Sources that gain nothing from an instruction set over the ones before it: there is no such variant of them.
-# Where bf16 has instructions of its own, attention and linear attention are compiled for it alone, and for what
-# attention forms of bf16 parts.
+# Where bf16 has instructions of its own, attention and linear attention are compiled for it alone, and for
+# what attention forms of bf16 parts.
 WITHOUT = {
     "aggregation": ("avx512_bf16", "amx"),
     "graph": ("avx2", "avx512", "avx512_bf16", "amx"),

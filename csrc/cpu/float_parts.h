@@ -61,25 +61,14 @@ struct Parts {
   using Configuration = TileConfiguration;
   static constexpr int64_t kWide = kColumns * kLanes<float>;
 
-  // Tiles 0-3 accumulate 32 x 32, 4-5 hold a part of A, 6-7 of B.
+  // Tiles 4-5 hold a part of A, 6-7 of B.
   // between() is called after every multiplication of parts, of which there are six for 32 elements of K.
   template <int MT, int NT, class F>
   static FASTATTN_INLINE void tiles(int64_t K, const bf16* a, int64_t ld, const bf16* b, int64_t columns,
                                     float* c, int64_t ldc, bool accumulate, F&& between) {
-    asm volatile("" ::: "memory");  // the intrinsics do not say that they read and write it
-    const int64_t sa = ld * 2, sb = columns * kParts * 4, sc = ldc * 4;
+    const int64_t sa = ld * 2, sb = columns * kParts * 4;
     const int64_t next_a = ld / kParts, next_b = columns * 2;
-    if (accumulate) {
-      _tile_loadd(0, c, sc);
-      if constexpr (NT > 1) _tile_loadd(1, c + 16, sc);
-      if constexpr (MT > 1) _tile_loadd(2, c + 16 * ldc, sc);
-      if constexpr (MT > 1 && NT > 1) _tile_loadd(3, c + 16 * ldc + 16, sc);
-    } else {
-      _tile_zero(0);
-      if constexpr (NT > 1) _tile_zero(1);
-      if constexpr (MT > 1) _tile_zero(2);
-      if constexpr (MT > 1 && NT > 1) _tile_zero(3);
-    }
+    begin_tiles<MT, NT>(c, ldc, accumulate);
     auto load_a = [&](int part) __attribute__((always_inline)) {
       _tile_loadd(4, a + part * next_a, sa);
       if constexpr (MT > 1) _tile_loadd(5, a + 16 * ld + part * next_a, sa);
@@ -110,11 +99,7 @@ struct Parts {
       load_a(0);
       multiply();
     }
-    _tile_stored(0, c, sc);
-    if constexpr (NT > 1) _tile_stored(1, c + 16, sc);
-    if constexpr (MT > 1) _tile_stored(2, c + 16 * ldc, sc);
-    if constexpr (MT > 1 && NT > 1) _tile_stored(3, c + 16 * ldc + 16, sc);
-    asm volatile("" ::: "memory");
+    end_tiles<MT, NT>(c, ldc);
   }
   // A block of up to 32 x 32.
   template <class F>

@@ -45,6 +45,30 @@ struct TileConfiguration {
   }
   ~TileConfiguration() { _tile_release(); }
 };
+// Tiles 0-3 accumulate a block of MT x NT tiles.
+template <int MT, int NT>
+FASTATTN_INLINE void begin_tiles(const float* c, int64_t ldc, bool accumulate) {
+  asm volatile("" ::: "memory");  // the intrinsics do not say that they read and write it
+  if (!accumulate) {
+    _tile_zero(0);
+    if constexpr (NT > 1) _tile_zero(1);
+    if constexpr (MT > 1) _tile_zero(2);
+    if constexpr (MT > 1 && NT > 1) _tile_zero(3);
+    return;
+  }
+  _tile_loadd(0, c, ldc * 4);
+  if constexpr (NT > 1) _tile_loadd(1, c + 16, ldc * 4);
+  if constexpr (MT > 1) _tile_loadd(2, c + 16 * ldc, ldc * 4);
+  if constexpr (MT > 1 && NT > 1) _tile_loadd(3, c + 16 * ldc + 16, ldc * 4);
+}
+template <int MT, int NT>
+FASTATTN_INLINE void end_tiles(float* c, int64_t ldc) {
+  _tile_stored(0, c, ldc * 4);
+  if constexpr (NT > 1) _tile_stored(1, c + 16, ldc * 4);
+  if constexpr (MT > 1) _tile_stored(2, c + 16 * ldc, ldc * 4);
+  if constexpr (MT > 1 && NT > 1) _tile_stored(3, c + 16 * ldc + 16, ldc * 4);
+  asm volatile("" ::: "memory");
+}
 #endif
 
 enum class Product { scores, outputs, keys, rows, sums };
@@ -253,22 +277,12 @@ struct Pair {
 #endif
 
 #if defined(__AMX_BF16__)
-  // Tiles 0-3 accumulate 32 x 32, 4-5 hold A (16 rows of 32 elements), 6-7 hold B (16 pairs of 16 columns).
+  // Tiles 4-5 hold A (16 rows of 32 elements), 6-7 hold B (16 pairs of 16 columns).
   template <int MT, int NT>
   static FASTATTN_INLINE void tiles(int64_t K, const bf16* a, int64_t rs, const bf16* b, int64_t ldb,
                                     float* c, int64_t ldc, bool accumulate) {
-    const int64_t sa = rs * 2, sb = ldb * 4, sc = ldc * 4;
-    if (accumulate) {
-      _tile_loadd(0, c, sc);
-      if constexpr (NT > 1) _tile_loadd(1, c + 16, sc);
-      if constexpr (MT > 1) _tile_loadd(2, c + 16 * ldc, sc);
-      if constexpr (MT > 1 && NT > 1) _tile_loadd(3, c + 16 * ldc + 16, sc);
-    } else {
-      _tile_zero(0);
-      if constexpr (NT > 1) _tile_zero(1);
-      if constexpr (MT > 1) _tile_zero(2);
-      if constexpr (MT > 1 && NT > 1) _tile_zero(3);
-    }
+    const int64_t sa = rs * 2, sb = ldb * 4;
+    begin_tiles<MT, NT>(c, ldc, accumulate);
     for (int64_t k = 0; k < K; k += 32) {
       _tile_loadd(4, a + k, sa);
       _tile_loadd(6, b + k * ldb, sb);
@@ -283,10 +297,7 @@ struct Pair {
         if constexpr (NT > 1) _tile_dpbf16ps(3, 5, 7);
       }
     }
-    _tile_stored(0, c, sc);
-    if constexpr (NT > 1) _tile_stored(1, c + 16, sc);
-    if constexpr (MT > 1) _tile_stored(2, c + 16 * ldc, sc);
-    if constexpr (MT > 1 && NT > 1) _tile_stored(3, c + 16 * ldc + 16, sc);
+    end_tiles<MT, NT>(c, ldc);
   }
   static void gemm(int64_t M, int64_t N, int64_t K, const bf16* a, int64_t rs, const bf16* b, int64_t ldb,
                    float* c, int64_t ldc, bool accumulate) {
