@@ -170,10 +170,11 @@ def test_weights_of_nothing(impl):
 
 
 def test_output_beside_weights_of_short_queries_of_grouped_heads():
-    """Rows of several heads in one tile, some of which have scores beyond what the first keys led to expect."""
+    """Rows of several heads in one tile, some of which have scores far beyond those of the first keys."""
     require("cpu")
     case = make_case(2, 6, 2, 16, 64, 129, 80, torch.float32, seed=707371)
-    args = (case.query, case.key, case.value, None, None, None, None, None, -0.7, 0.0, -1, -1, False, 0.0)
+    inputs = (case.query, case.key, case.value, None, None, None, None, None)
+    args = (*inputs, -0.7, 0.0, -1, -1, False, 0.0)
     beside = torch.ops.fastattn.attention_forward_with_weights(*args, False)
     alone = torch.ops.fastattn.attention_forward(*args)
     assert torch.equal(beside[0], alone[0]) and torch.equal(beside[1], alone[1])
