@@ -71,7 +71,7 @@ struct AttentionKernels {
   void (*weights)(const AttentionWeightsParams&, const Parallel&);  // from lse
   void (*forward_with_weights)(const AttentionWeightsParams&, const Parallel&);
   // 0: a key right of the diagonal is visible somewhere; 1: none is; 2: none is, and all other elements are
-  // 0. Null where not every call is.
+  // 0. Null where `suits` is not always true.
   int (*causality)(const AttentionMask&);
 };
 

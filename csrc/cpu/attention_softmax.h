@@ -72,7 +72,8 @@ class WeighUnits {
       shift_[v] = finite_or_zero(state.reference[v]), sum_[v] = added.sum[v], top_[v] = added.top[v];
   }
   static int64_t units(int64_t from, int64_t to) { return (to - from) / 2; }
-  // keep(v, j) is the factor of dropout of key from + j; `kept`: weights also go over the scores.
+  // keep(p, v, j) is what dropout leaves of a weight of vector v and key from + j; `kept`: weights also go
+  // over the scores.
   template <class F>
   FASTATTN_INLINE void run(int64_t unit, bool kept, F&& keep) {
     const int64_t j = unit + round_down(unit, N<T>);
@@ -190,14 +191,14 @@ inline void weigh_again(const Problem<T>& problem, const Tile<T>& tile, Scores<T
   for (int v = 0; v < NV; ++v) state.sum[v] += added.sum[v];
 }
 
-// out^T += V^T P^T.
+// out^T += V^T P^T, but for parts: see BlockStep.
 template <class T>
 inline void add_values(const Tile<T>& tile, KeyBlock<T>& block, Span span, const E<T>* weights, int64_t rows,
                        A<T>* out) {
   for_visible(tile, block.begin, span, [&](Span part, auto vectors, int lane) {
     Format<T>::template outputs<vectors>(rows, part.end - part.begin, block.value_t.at(0, part.begin),
-                                         block.value_t.ld, weights + part.begin * kParts<T> * kTile<T> + lane,
-                                         out + lane, &block.ahead, block.finite);
+                                         block.value_t.ld, weights + part.begin * kTile<T> + lane, out + lane,
+                                         &block.ahead, block.finite);
   });
 }
 
